@@ -1,0 +1,1 @@
+"""Evaluation: judges a quantized cache against the unquantized one."""
