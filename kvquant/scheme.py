@@ -133,6 +133,23 @@ class TensorScheme:
         """Number of steps between smallest and largest code of an asymmetric integer format."""
         return 2.0**self.format.bits - 1
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "format": self.format.name,
+            "granularity": self.granularity.value,
+            "symmetric": self.symmetric,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TensorScheme:
+        """Inverse of `to_dict`."""
+        return cls(
+            tensor_format(values["format"]),
+            Granularity.parse(values["granularity"]),
+            bool(values["symmetric"]),
+        )
+
     def __str__(self) -> str:
         """For tables: ``int8 per-channel asymmetric``."""
         suffix = "" if self.symmetric else " asymmetric"
@@ -164,15 +181,8 @@ class QuantScheme:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as stored in a file header."""
         return {
-            **{
-                f"{slot}_{name}": getattr(value, "name", getattr(value, "value", value))
-                for slot, tensor in (("key", self.key), ("value", self.value))
-                for name, value in (
-                    ("format", tensor.format),
-                    ("granularity", tensor.granularity.value),
-                    ("symmetric", tensor.symmetric),
-                )
-            },
+            "key": self.key.to_dict(),
+            "value": self.value.to_dict(),
             "skip_layers": sorted(self.skip_layers),
         }
 
@@ -183,15 +193,11 @@ class QuantScheme:
         Raises:
             SchemeError: An unknown format or granularity.
         """
-        tensors = [
-            TensorScheme(
-                tensor_format(values[f"{slot}_format"]),
-                Granularity.parse(values[f"{slot}_granularity"]),
-                bool(values[f"{slot}_symmetric"]),
-            )
-            for slot in ("key", "value")
-        ]
-        return cls(tensors[0], tensors[1], frozenset(values["skip_layers"]))
+        return cls(
+            TensorScheme.from_dict(values["key"]),
+            TensorScheme.from_dict(values["value"]),
+            frozenset(values["skip_layers"]),
+        )
 
     def __str__(self) -> str:
         """For tables and messages."""

@@ -1,0 +1,121 @@
+"""Runs token blocks through a model and records what it caches.
+
+A block of the served length goes through in chunks, each attending to the cache of those before
+it, as a server prefills: memory is the model, one batch's cache, and the activations of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvquant.cache.transformers_compat import cache_argument
+from kvquant.geometry import CacheGeometry
+from kvquant.models.adapters import base_model
+from kvquant.provenance import Provenance
+
+from .recorder import Recorder
+from .stats import CalibrationStats
+
+DEFAULT_CHUNK = 2048
+
+
+@dataclass
+class Watcher:
+    """What `collect` tells while it runs; the default keeps quiet.
+
+    Attributes:
+        read: Called after each forward pass with the number of tokens it read.
+        finished: Called after each batch with the number of blocks finished so far and a function
+            that gives the statistics up to there.
+    """
+
+    read: Callable[[int], None] = lambda tokens: None
+    finished: Callable[[int, Callable[[], CalibrationStats]], None] = lambda blocks, stats: None
+
+
+def collect(
+    model: Any,
+    blocks: Sequence[Sequence[int]],
+    geometry: CacheGeometry,
+    *,
+    chunk: int = DEFAULT_CHUNK,
+    skip_layers: Iterable[int] = (),
+    watcher: Watcher | None = None,
+) -> CalibrationStats:
+    """Statistics of everything that `model` caches while it reads `blocks`.
+
+    Args:
+        model: A Transformers model, or a PeftModel with the adapters active that are to count.
+            Afterwards it is exactly as it was: mode, hooks, weights.
+        blocks: Token ids; neighbours of equal length share a batch as far as `chunk` allows.
+        geometry: Shape of the model's cache.
+        chunk: Tokens per forward pass, over the batch.
+        skip_layers: Layers to leave out.
+        watcher: Told about the progress.
+
+    Returns:
+        Statistics on the CPU; their provenance knows tokens and longest position only.
+
+    Raises:
+        NotObservedError: An attention layer never wrote to the cache.
+        InputError: The model produced NaN or infinite keys or values.
+    """
+    watcher = watcher or Watcher()
+    skipped = frozenset(skip_layers)
+    base = base_model(model)
+    was_training = base.training
+    base.eval()
+    finished = 0
+    try:
+        with torch.no_grad(), Recorder(model, geometry, skipped) as recorder:
+            for batch in batches(blocks, chunk):
+                _read(base, recorder, batch, chunk, watcher)
+                finished += len(batch)
+                watcher.finished(finished, lambda: _snapshot(recorder, geometry))
+    finally:
+        base.train(was_training)
+    stats = _snapshot(recorder, geometry)
+    stats.check(set(geometry.attention_layers) - skipped)
+    return stats
+
+
+def batches(blocks: Iterable[Sequence[int]], chunk: int) -> Iterator[list[Sequence[int]]]:
+    """Neighbouring blocks of equal length, at most `chunk` tokens (but at least one block) each.
+
+    >>> [len(b) for b in batches([[1, 2]] * 5 + [[3]], chunk=4)]
+    [2, 2, 1, 1]
+    """
+    for length, group in groupby(blocks, key=len):
+        while batch := list(islice(group, max(1, chunk // length))):
+            yield batch
+
+
+def _read(
+    base: Any,
+    recorder: Recorder,
+    batch: Sequence[Sequence[int]],
+    chunk: int,
+    watcher: Watcher,
+) -> None:
+    """One batch, in chunks, through a cache of its own."""
+    decoder = base.get_decoder()
+    tokens = torch.tensor(batch, device=base.get_input_embeddings().weight.device)
+    step = max(1, chunk // len(batch))
+    cache = recorder.watch(DynamicCache(config=base.config))
+    for part in tokens.split(step, dim=1):
+        decoder(input_ids=part, use_cache=True, **{cache_argument(decoder): cache})
+        watcher.read(part.numel())
+    recorder.release(cache)
+
+
+def _snapshot(recorder: Recorder, geometry: CacheGeometry) -> CalibrationStats:
+    layers = {index: layer.to("cpu") for index, layer in sorted(recorder.layers.items())}
+    stats = CalibrationStats(geometry, layers)
+    counts = Provenance(tokens=stats.tokens, longest_position=recorder.longest_position)
+    return replace(stats, provenance=counts)

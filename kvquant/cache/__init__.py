@@ -1,0 +1,1 @@
+"""The cache that plugs into Transformers."""

@@ -1,0 +1,216 @@
+"""KVScales: the calibrated numbers a quantized cache needs, with where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .errors import FingerprintError, NotObservedError, SchemeError
+from .fingerprint import Fingerprint
+from .geometry import CacheGeometry
+from .provenance import Provenance
+from .rotary import RotaryLayout
+from .scheme import Granularity, QuantScheme, TensorScheme
+
+
+@dataclass(frozen=True)
+class TensorScales:
+    """Scales of the keys or the values of one layer: ``x ≈ (q - zero_point) * scale``.
+
+    Attributes:
+        scale: float32, shape as the granularity says: ``[1, 1]``, ``[kv_heads, 1]`` or
+            ``[kv_heads, dim]``; finite and positive.
+        zero_point: float32 of `scale`'s shape with whole numbers, or None if symmetric.
+        mean: Mean of each channel, float32 ``[kv_heads, dim]``.
+        mean_unrotated: Mean before rotary embedding, likewise, or None where it is not rotated.
+        rotary: Which channels are rotated, and how.
+    """
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    mean_unrotated: torch.Tensor | None = None
+    rotary: RotaryLayout | None = None
+
+    def check(self, what: str, scheme: TensorScheme, kv_heads: int, dim: int) -> None:
+        """Makes sure that the numbers can be used.
+
+        Raises:
+            SchemeError: A wrong shape, or a scale that is not finite and positive.
+        """
+        expected = scheme.granularity.scale_shape(kv_heads, dim)
+        if tuple(self.scale.shape) != expected:
+            raise SchemeError(
+                f"{what}: {scheme.granularity.value} scales of {kv_heads} heads of {dim} have "
+                f"shape {list(expected)}, not {list(self.scale.shape)}"
+            )
+        if not bool(((self.scale > 0) & torch.isfinite(self.scale)).all()):
+            raise SchemeError(f"{what}: scales must be finite and > 0, found {self.scale.min()}")
+        if (self.zero_point is None) != scheme.symmetric:
+            raise SchemeError(f"{what}: zero points go with asymmetric schemes, and only with them")
+
+    def range(self, scheme: TensorScheme) -> tuple[torch.Tensor, torch.Tensor]:
+        """Smallest and largest representable value, float64 of `scale`'s shape.
+
+        In float64, so that the way back through `from_range` gives the same scale bit for bit.
+        """
+        scale = self.scale.double()
+        if self.zero_point is None:
+            return scheme.format.qmin * scale, scheme.format.qmax * scale
+        return -self.zero_point * scale, (scheme.levels - self.zero_point) * scale
+
+    @classmethod
+    def from_range(
+        cls, low: torch.Tensor, high: torch.Tensor, scheme: TensorScheme
+    ) -> TensorScales:
+        """Scales that represent ``low … high``, float32 or float64 of the granularity's shape.
+
+        Symmetric: ``scale = max(|low|, |high|) / qmax``. Asymmetric: ``scale = (high - low) /
+        levels`` and ``zero_point = round(-low / scale)``, so that code 0 stands for `low`.
+        A channel that was zero throughout gets the scale of an amax of 2^-14 (the smallest normal
+        float16): positive in every engine's dtype, and zeros come back as zeros. A constant one
+        gets a range of at least 2^-12 of its magnitude, which keeps its zero point a small number.
+        """
+        amax = torch.maximum(low.abs(), high.abs()).double().clamp(min=2.0**-14)
+        if scheme.symmetric:
+            return cls((amax / scheme.format.qmax).float())
+        width = torch.maximum((high - low).double(), amax * 2.0**-12)
+        scale = (width / scheme.levels).float()
+        return cls(scale, torch.round(-low.double() / scale).float())
+
+
+@dataclass(frozen=True)
+class LayerScales:
+    """Scales of one layer: what goes into the key slot and into the value slot."""
+
+    key: TensorScales
+    value: TensorScales
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of a whole model.
+
+    Attributes:
+        geometry: Shape of the cache they fit.
+        scheme: What they quantize to.
+        layers: Quantized layers by index; the others stay in the model's dtype.
+        provenance: What they were measured on.
+        method: How the range was chosen, for people: ``amax``, ``percentile 99.9``, ``mse``.
+
+    Raises:
+        SchemeError: A tensor of wrong shape, or a scale that is not finite and positive.
+        NotObservedError: A layer that the scheme quantizes has no scales.
+    """
+
+    geometry: CacheGeometry
+    scheme: QuantScheme
+    layers: Mapping[int, LayerScales]
+    provenance: Provenance = field(default_factory=Provenance)
+    method: str = "amax"
+
+    def __post_init__(self) -> None:
+        """Refuses what no cache could use."""
+        wanted = set(self.geometry.attention_layers) - self.scheme.skip_layers
+        if wanted != set(self.layers):
+            missing, extra = wanted - self.layers.keys(), self.layers.keys() - wanted
+            raise NotObservedError(
+                f"scales for layers {sorted(self.layers)} do not fit the scheme: "
+                f"missing {sorted(missing)}, unexpected {sorted(extra)}"
+            )
+        for index, layer in self.layers.items():
+            shape = self.geometry.layers[index]
+            layer.key.check(f"layer {index}, keys", self.scheme.key, shape.kv_heads, shape.key_dim)
+            layer.value.check(
+                f"layer {index}, values", self.scheme.value, shape.kv_heads, shape.value_dim
+            )
+
+    def check_model(self, model: Fingerprint, geometry: CacheGeometry) -> None:
+        """Makes sure that the scales were measured on this model.
+
+        Raises:
+            FingerprintError: They belong to other weights, adapters or to another geometry.
+        """
+        if geometry != self.geometry:
+            raise FingerprintError(
+                f"the scales belong to a {self.geometry.summary()}, the model is a "
+                f"{geometry.summary()}"
+            )
+        self.provenance.check(model)
+
+    def reduce(self, granularity: Granularity) -> KVScales:
+        """Coarser scales for an engine that takes fewer: each covers all that it stands for.
+
+        Raises:
+            SchemeError: `granularity` is finer than what there is.
+        """
+        slots = (self.scheme.key, self.scheme.value)
+        for slot, name in zip(slots, ("keys", "values"), strict=True):
+            if granularity.fineness > slot.granularity.fineness:
+                raise SchemeError(
+                    f"{name} are calibrated {slot.granularity.value}, which cannot be refined to "
+                    f"{granularity.value}: solve the statistics again"
+                )
+        key, value = (replace(slot, granularity=granularity) for slot in slots)
+        layers = {
+            index: LayerScales(
+                _reduce(layer.key, self.scheme.key, key),
+                _reduce(layer.value, self.scheme.value, value),
+            )
+            for index, layer in self.layers.items()
+        }
+        return replace(self, scheme=replace(self.scheme, key=key, value=value), layers=layers)
+
+    def union(self, other: KVScales) -> KVScales:
+        """Scales that are safe for both: element-wise the wider range.
+
+        Raises:
+            SchemeError: The two have different schemes.
+            FingerprintError: They fit different geometries.
+        """
+        if self.geometry != other.geometry:
+            raise FingerprintError("scales of two different cache geometries cannot be shared")
+        if self.scheme != other.scheme:
+            raise SchemeError(f"scales to share have two schemes: {self.scheme}; {other.scheme}")
+        layers = {
+            index: LayerScales(
+                _union(layer.key, other.layers[index].key, self.scheme.key),
+                _union(layer.value, other.layers[index].value, self.scheme.value),
+            )
+            for index, layer in self.layers.items()
+        }
+        fits = (*self.provenance.fingerprints, *other.provenance.fingerprints)
+        provenance = replace(
+            self.provenance,
+            adapters=tuple(dict.fromkeys(self.provenance.adapters + other.provenance.adapters)),
+            fingerprints=tuple(dict.fromkeys(fits)),
+            longest_position=min(
+                self.provenance.longest_position, other.provenance.longest_position
+            ),
+        )
+        return replace(self, layers=layers, provenance=provenance)
+
+
+def _reduce(scales: TensorScales, fine: TensorScheme, coarse: TensorScheme) -> TensorScales:
+    low, high = scales.range(fine)
+    if coarse.granularity is not Granularity.PER_CHANNEL:
+        axes = (0, 1) if coarse.granularity is Granularity.PER_TENSOR else (1,)
+        low, high = low.amin(axes, keepdim=True), high.amax(axes, keepdim=True)
+    return _with_range(scales, low, high, coarse)
+
+
+def _union(one: TensorScales, other: TensorScales, scheme: TensorScheme) -> TensorScales:
+    (low, high), (other_low, other_high) = one.range(scheme), other.range(scheme)
+    return _with_range(
+        one, torch.minimum(low, other_low), torch.maximum(high, other_high), scheme
+    )
+
+
+def _with_range(
+    scales: TensorScales, low: torch.Tensor, high: torch.Tensor, scheme: TensorScheme
+) -> TensorScales:
+    """`scales` with a new range."""
+    made = TensorScales.from_range(low, high, scheme)
+    return replace(scales, scale=made.scale, zero_point=made.zero_point)
