@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -69,7 +70,7 @@ def collect(
     watcher = watcher or Watcher()
     skipped = frozenset(skip_layers)
     base = base_model(model)
-    was_training = base.training
+    training = [module for module in base.modules() if module.training]
     base.eval()
     finished = 0
     try:
@@ -79,7 +80,8 @@ def collect(
                 finished += len(batch)
                 watcher.finished(finished, lambda: _snapshot(recorder, geometry))
     finally:
-        base.train(was_training)
+        for module in training:
+            module.training = True
     stats = _snapshot(recorder, geometry)
     stats.check(set(geometry.attention_layers) - skipped)
     return stats
@@ -105,7 +107,7 @@ def _read(
 ) -> None:
     """One batch, in chunks, through a cache of its own."""
     decoder = base.get_decoder()
-    tokens = torch.tensor(batch, device=base.get_input_embeddings().weight.device)
+    tokens = torch.as_tensor(np.array(batch), device=base.get_input_embeddings().weight.device)
     step = max(1, chunk // len(batch))
     cache = recorder.watch(DynamicCache(config=base.config))
     for part in tokens.split(step, dim=1):

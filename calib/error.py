@@ -9,6 +9,7 @@ integrates to a cubic. For FP8, whose grid is not even, four points a bin are qu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -27,11 +28,43 @@ class QuantError:
 
     Attributes:
         squared: Sum of squared errors, float64 ``[rows]``.
-        clipped: Number of values beyond the representable range, float64 ``[rows]``.
+        clipped: Number of values beyond the representable range, float64 ``[rows]``: more than half
+            a scale beyond, since scales are rounded to float32 and zero points to whole numbers.
     """
 
     squared: torch.Tensor
     clipped: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Bins:
+    """A sketch made ready for trying many scales on it.
+
+    Attributes:
+        edges: Borders of each row's bins, float64 ``[rows, bins + 1]``, which the row's smallest
+            and largest value cut short.
+        counts: Values per bin, float64 ``[rows, bins]``.
+    """
+
+    edges: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, sketch: QuantileSketch, minimum: torch.Tensor, maximum: torch.Tensor) -> Bins:
+        """Bins of `sketch`, whose rows have the extremes `minimum` and `maximum`, ``[rows]``."""
+        edges = torch.maximum(sketch.edges(), minimum.double()[:, None])
+        edges = torch.minimum(edges, maximum.double()[:, None])
+        return cls(edges, sketch.counts.double())
+
+    @cached_property
+    def width(self) -> torch.Tensor:
+        """Width of each bin."""
+        return self.edges.diff(dim=1)
+
+    @cached_property
+    def points(self) -> torch.Tensor:
+        """Bins that hold values and are as good as a point, as that of a constant channel is."""
+        return (self.width <= self.edges[:, 1:].abs() * 1e-9) & (self.counts > 0)
 
 
 def expected_error(
@@ -50,44 +83,41 @@ def expected_error(
         scales: One scale (and zero point) per row, ``[rows, 1]``.
         scheme: Format and symmetry.
     """
-    low_end, high_end = minimum.double()[:, None], maximum.double()[:, None]
-    edges = torch.minimum(torch.maximum(sketch.edges(), low_end), high_end)
-    below, above = scales.range(scheme)
-    width = edges.diff(dim=1)
-    beyond = _length_beyond(edges, below, above)
-    flat = width <= edges[:, 1:].abs() * 1e-9
-    share = torch.where(flat, _is_beyond(edges[:, 1:], below, above), beyond / width.clamp(1e-300))
-    at_point = _squared_at(edges[:, 1:], scales, scheme)
+    bins = Bins.of(sketch, minimum, maximum)
+    return QuantError(squared_error(bins, scales, scheme), _clipped(bins, scales, scheme))
+
+
+def squared_error(bins: Bins, scales: TensorScales, scheme: TensorScheme) -> torch.Tensor:
+    """Sum of squared errors of each row, float64 ``[rows]``; scales as in `expected_error`."""
     if scheme.format.is_float:
-        spread = _mean_of_points(edges, scales, scheme)
+        mean = _mean_of_points(bins, scales, scheme)
     else:
-        primitive = _primitive(edges, below, above, scales.scale.double())
-        spread = primitive.diff(dim=1) / width.clamp(1e-300)
-    counts = sketch.counts.double()
-    return QuantError(
-        squared=(counts * torch.where(flat, at_point, spread)).sum(1),
-        clipped=(counts * share).sum(1),
-    )
+        mean = _primitive(bins.edges, scales, scheme).diff(dim=1) / bins.width.clamp(1e-300)
+    if bool(bins.points.any()):
+        mean = torch.where(bins.points, _squared_at(bins.edges[:, 1:], scales, scheme), mean)
+    return (bins.counts * mean).sum(1)
 
 
-def _primitive(
-    x: torch.Tensor, below: torch.Tensor, above: torch.Tensor, step: torch.Tensor
-) -> torch.Tensor:
-    """Antiderivative at `x` of the squared error of rounding to `step` within the range."""
+def _clipped(bins: Bins, scales: TensorScales, scheme: TensorScheme) -> torch.Tensor:
+    """Number of values beyond the range, by the part of their bin that lies there."""
+    below, above = scales.range(scheme)
+    tolerance = scales.scale.double() / 2
+    below, above = below - tolerance, above + tolerance
+    outside = (bins.edges - above).clamp(min=0) + (bins.edges - below).clamp(max=0)
+    share = outside.diff(dim=1) / bins.width.clamp(1e-300)
+    value = bins.edges[:, 1:]
+    is_beyond = ((value > above) | (value < below)).double()
+    return (bins.counts * torch.where(bins.points, is_beyond, share)).sum(1)
+
+
+def _primitive(x: torch.Tensor, scales: TensorScales, scheme: TensorScheme) -> torch.Tensor:
+    """Antiderivative at `x` of the squared error of rounding to whole steps within the range."""
+    below, above = scales.range(scheme)
+    step = scales.scale.double()
     steps = (torch.minimum(torch.maximum(x, below), above) - below) / step
     whole = torch.round(steps)
     rounding = step**3 * (whole / 12 + (steps - whole) ** 3 / 3)
     return rounding + ((x - below).clamp(max=0) ** 3 + (x - above).clamp(min=0) ** 3) / 3
-
-
-def _length_beyond(edges: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    """How much of each bin lies outside the range."""
-    outside = (edges - above).clamp(min=0) + (edges - below).clamp(max=0)
-    return outside.diff(dim=1)
-
-
-def _is_beyond(x: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    return ((x > above) | (x < below)).double()
 
 
 def _squared_at(x: torch.Tensor, scales: TensorScales, scheme: TensorScheme) -> torch.Tensor:
@@ -98,12 +128,9 @@ def _squared_at(x: torch.Tensor, scales: TensorScales, scheme: TensorScheme) -> 
     return (restored.double() - x) ** 2
 
 
-def _mean_of_points(
-    edges: torch.Tensor, scales: TensorScales, scheme: TensorScheme
-) -> torch.Tensor:
-    low, width = edges[:, :-1], edges.diff(dim=1)
+def _mean_of_points(bins: Bins, scales: TensorScales, scheme: TensorScheme) -> torch.Tensor:
     parts = [
-        _squared_at(low + width * ((point + 0.5) / _POINTS), scales, scheme)
+        _squared_at(bins.edges[:, :-1] + bins.width * ((point + 0.5) / _POINTS), scales, scheme)
         for point in range(_POINTS)
     ]
     return torch.stack(parts).mean(0)

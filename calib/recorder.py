@@ -8,8 +8,8 @@ hook on the decoder, which also counts positions. Leaving the ``with`` block rem
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -55,8 +55,7 @@ class Recorder:
         self._handles: list[Any] = []
         self._watched: list[Any] = []
         self._real: torch.Tensor | None = None
-        self._embeddings: dict[int, Any] = {}
-        self._layouts: dict[int, tuple[RotaryLayout | None, RotaryLayout | None]] = {}
+        self._running: list[tuple[torch.nn.Module, dict[str, Any]]] = []
 
     def __enter__(self) -> Recorder:
         """Installs the hooks."""
@@ -65,8 +64,9 @@ class Recorder:
         )
         for module in self._decoder.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
-                self._handles.append(
-                    module.register_forward_pre_hook(self._note_rotation, with_kwargs=True)
+                self._handles += (
+                    module.register_forward_pre_hook(self._enter_layer, with_kwargs=True),
+                    module.register_forward_hook(self._leave_layer, always_call=True),
                 )
         return self
 
@@ -83,7 +83,7 @@ class Recorder:
             del cache.update
         self._handles.clear()
         self._watched.clear()
-        self._embeddings.clear()
+        self._running.clear()
 
     def watch(self, cache: Any) -> Any:
         """Records everything written to `cache` from now on; returns it."""
@@ -93,7 +93,8 @@ class Recorder:
             keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> Any:
             if layer_idx not in self._skipped:
-                self._record(layer_idx, keys, values)
+                with torch.no_grad():
+                    self._record(cache, layer_idx, keys, values)
             return update(keys, values, layer_idx, *args, **kwargs)
 
         cache.update = recording_update
@@ -105,15 +106,20 @@ class Recorder:
         self._watched.remove(cache)
         del cache.update
 
-    def _note_call(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_call(
+        self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Reads padding and positions of the call that begins."""
+        kwargs = _by_name(decoder, args, kwargs)
         tokens = kwargs.get("input_ids")
-        if tokens is None:
-            tokens = args[0] if args else kwargs["inputs_embeds"]
-        batch, new = tokens.shape[:2]
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        new = tokens.shape[1]
         mask = kwargs.get("attention_mask")
         self._real = None
-        if mask is not None:
+        if mask is None:
+            cache = cache_of_call(kwargs)
+            seen = new if cache is None else new + int(cache.get_seq_length())
+        else:
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
                 kind = f"{mask.dim()}-D" if isinstance(mask, torch.Tensor) else type(mask).__name__
                 raise InputError(
@@ -122,35 +128,36 @@ class Recorder:
                 )
             real = mask[:, -new:].bool()
             self._real = None if bool(real.all()) else real
-        cache = cache_of_call(kwargs)
-        past = 0 if cache is None else int(cache.get_seq_length())
-        seen = past + new if self._real is None else int(mask.sum(1).max())
+            seen = int(mask.bool().sum(1).max())
         self.longest_position = max(self.longest_position, seen)
 
-    def _note_rotation(
-        self, attention: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _enter_layer(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Keeps the cosines and sines that a layer is called with, and probes it once."""
-        layer = int(attention.layer_idx)  # type: ignore[arg-type]
-        if kwargs.get("position_embeddings") is None or layer in self._skipped:
-            return
-        self._embeddings[layer] = kwargs["position_embeddings"]
-        if layer in self.layers or layer in self._layouts:
-            return
-        # One token alone, at position 0, is not turned and would tell nothing.
-        if cache_of_call(kwargs) is not None and (args[0] if args else kwargs["hidden_states"]).shape[1] > 1:
-            self._layouts[layer] = find_layouts(attention, args, kwargs)
+        """Remembers what a layer is called with, for as long as it runs."""
+        self._running.append((module, _by_name(module, args, kwargs)))
 
-    def _record(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _leave_layer(self, *_: Any) -> None:
+        self._running.pop()
+
+    def _record(self, cache: Any, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        module, call = self._running[-1] if self._running else (self._decoder, {})
+        embeddings = call.get("position_embeddings")
         stats = self.layers.get(layer)
         if stats is None:
             self._geometry.check_tensors(layer, tuple(keys.shape), tuple(values.shape))
-            key_layout, value_layout = self._layouts.get(layer, (None, None))
+            layouts: tuple[RotaryLayout | None, RotaryLayout | None] = (None, None)
+            # One token alone, at position 0, is not turned and would tell nothing.
+            if embeddings is not None and keys.shape[2] > 1:
+                layouts = find_layouts(module, call, cache, (keys, values))
             stats = self.layers[layer] = LayerStats(
-                _empty_for(keys, key_layout), _empty_for(values, value_layout)
+                *(
+                    ChannelStats.empty(states.shape[1], states.shape[3], states.device, layout)
+                    for states, layout in zip((keys, values), layouts, strict=True)
+                )
             )
         for slot, states in ((stats.key, keys), (stats.value, values)):
-            self._count(slot, states, self._embeddings.get(layer))
+            self._count(slot, states, embeddings)
 
     def _count(self, stats: ChannelStats, states: torch.Tensor, embeddings: Any) -> None:
         unrotated = None
@@ -167,6 +174,10 @@ class Recorder:
         return by_token[self._real.to(states.device)]
 
 
-def _empty_for(states: torch.Tensor, layout: RotaryLayout | None) -> ChannelStats:
-    empty = ChannelStats.empty(states.shape[1], states.shape[3], states.device)
-    return replace(empty, rotary=layout)
+def _by_name(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """All arguments of a call by their names."""
+    if not args:
+        return kwargs
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}

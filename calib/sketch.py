@@ -12,7 +12,8 @@ A larger value raises the ceiling by whole octaves; the lowest octaves then fold
 The bins of a row are therefore a function of its largest value alone, so that merging is exact,
 associative and independent of the order (HDR histograms and DDSketch, arXiv 1908.10693, share the
 idea; a floating ceiling lets 321 counters serve a channel of any magnitude).
-A quantile is off by at most half a bin, 1/32 of its value, before interpolation.
+A quantile is off by less than its bin is wide: 1/16 of its value, or 1/256 of the row's largest
+value where that is more.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BINS = 2 * _HALF + 1
 
 _MANTISSA_SHIFT = 19  # keeps sign, exponent and the top 4 mantissa bits of a float32
 _MAGNITUDE_MASK = 0x7FFFFFFF
-_LOWEST_EXPONENT = -126
+_LOWEST_EXPONENT = OCTAVES - 126  # denormal numbers belong to the zero bin of any row
 
 
 @dataclass
@@ -100,16 +101,27 @@ class QuantileSketch:
         unit = torch.cat((-positive.flip(0), positive))
         return unit * torch.exp2(self.exponent.double())[:, None]
 
-    def quantile(self, q: float) -> torch.Tensor:
+    def quantile(
+        self, q: float, minimum: torch.Tensor | None = None, maximum: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The `q`-quantile of each row, float64 ``[rows]``, linear within a bin.
 
         Rows without values give 0.
+
+        Args:
+            q: Share of the values that lie below.
+            minimum: Smallest value of each row, ``[rows]``, if known: bins begin there.
+            maximum: Largest value of each row, ``[rows]``, if known: bins end there.
         """
         cumulative = self.counts.cumsum(1, dtype=torch.int64).double()
         total = cumulative[:, -1:]
         target = (q * total).clamp(min=1e-9)
         index = torch.searchsorted(cumulative, target).clamp(max=BINS - 1)
         edges = self.edges()
+        if minimum is not None:
+            edges = torch.maximum(edges, minimum.double()[:, None])
+        if maximum is not None:
+            edges = torch.minimum(edges, maximum.double()[:, None])
         low, high = edges.gather(1, index), edges.gather(1, index + 1)
         inside = self.counts.gather(1, index).double()
         before = cumulative.gather(1, index) - inside

@@ -11,7 +11,7 @@ from kvquant.errors import SchemeError
 from kvquant.scales import KVScales, LayerScales, TensorScales
 from kvquant.scheme import Granularity, QuantScheme, TensorScheme
 
-from .error import expected_error
+from .error import Bins, squared_error
 from .sketch import QuantileSketch
 from .stats import CalibrationStats, ChannelStats
 
@@ -58,7 +58,7 @@ class _Rows:
     Attributes:
         minimum: float64 ``[rows]``.
         maximum: float64 ``[rows]``.
-        sketch: Their distribution, or None where the method needs none.
+        sketch: Their distribution.
     """
 
     minimum: torch.Tensor
@@ -143,35 +143,42 @@ def _percentile_range(
     rows: _Rows, low: torch.Tensor, high: torch.Tensor, scheme: TensorScheme, share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if scheme.symmetric:
-        clip = torch.minimum(rows.sketch.magnitudes().quantile(share), high)
+        clip = rows.sketch.magnitudes().quantile(share, torch.zeros_like(high), high)
         return -clip, clip
     tail = (1 - share) / 2
-    return (
-        torch.maximum(rows.sketch.quantile(tail), low),
-        torch.minimum(rows.sketch.quantile(1 - tail), high),
-    )
+    return rows.sketch.quantile(tail, low, high), rows.sketch.quantile(1 - tail, low, high)
+
+
+_COARSE = torch.exp2(-torch.arange(17, dtype=torch.float64) / 2)
+_FINE = torch.exp2(torch.arange(-8, 9, dtype=torch.float64) / 32)
 
 
 def _mse_range(
     rows: _Rows, low: torch.Tensor, high: torch.Tensor, scheme: TensorScheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The full range shrunk towards its middle by the factor of least squared error.
+    """The full range with each end pulled in by the factor of least squared error.
 
-    A geometric grid from 1 to 1/16, then a finer one around each row's best.
+    Both ends of a symmetric range move as one, towards zero; those of an asymmetric range one after
+    the other, towards the median, since outliers often lie on one side. A geometric grid from 1
+    to 1/256, then a finer one around each row's best.
     """
-    middle, half = (low + high) / 2, (high - low) / 2
-    best = torch.ones_like(half)
-    least = torch.full_like(half, float("inf"))
-    coarse = torch.exp2(-torch.arange(17, dtype=torch.float64) / 4)
-    fine = torch.exp2(torch.arange(-7, 8, dtype=torch.float64) / 32)
-    for steps in (coarse, fine):
-        around = best.clone()
+    anchor = torch.zeros_like(low) if scheme.symmetric else rows.sketch.quantile(0.5, low, high)
+    reach = torch.stack((low, high)) - anchor
+    bins = Bins.of(rows.sketch, rows.minimum, rows.maximum)
+    best = torch.ones_like(reach)
+    least = torch.full_like(low, float("inf"))
+    # Twice, since the first end is sought while the other still stretches the steps.
+    turns = ([0, 1],) if scheme.symmetric else ([0], [1], [0], [1])
+    for steps, ends in [(_COARSE, ends) for ends in turns] + [(_FINE, ends) for ends in turns[:2]]:
+        around = best[ends] if steps is _FINE else 1.0
         for step in steps:
-            factor = (around * step).clamp(max=1)
-            scales = TensorScales.from_range(
-                (middle - half * factor)[:, None], (middle + half * factor)[:, None], scheme
-            )
-            error = expected_error(rows.sketch, rows.minimum, rows.maximum, scales, scheme).squared
+            factor = best.clone()
+            factor[ends] = (around * step).clamp(max=1)
+            low, high = anchor + reach * factor
+            scales = TensorScales.from_range(low[:, None], high[:, None], scheme)
+            error = squared_error(bins, scales, scheme)
             better = error < least
-            best, least = torch.where(better, factor, best), torch.where(better, error, least)
-    return middle - half * best, middle + half * best
+            best = torch.where(better, factor, best)
+            least = torch.where(better, error, least)
+    low, high = anchor + reach * best
+    return low, high

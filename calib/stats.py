@@ -35,7 +35,7 @@ class ChannelStats:
         token_amax: Distribution over tokens of each head's largest magnitude, ``kv_heads`` rows.
         tokens: Tokens counted, padding left out.
         rotary: Where the rotary part lies, None if the slot is not rotated or it is not known.
-        total_unrotated: Sum over tokens before rotation, float64; None where `rotary` is None.
+        total_unrotated: Sum over tokens before rotation, float64; None where `rotary` is.
     """
 
     minimum: torch.Tensor
@@ -49,16 +49,25 @@ class ChannelStats:
     total_unrotated: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, kv_heads: int, dim: int, device: torch.device | str = "cpu") -> ChannelStats:
+    def empty(
+        cls,
+        kv_heads: int,
+        dim: int,
+        device: torch.device | str = "cpu",
+        rotary: RotaryLayout | None = None,
+    ) -> ChannelStats:
         """Statistics of nothing yet."""
         shape = (kv_heads, dim)
+        total = torch.zeros(shape, dtype=torch.float64, device=device)
         return cls(
             minimum=torch.full(shape, float("inf"), device=device),
             maximum=torch.full(shape, float("-inf"), device=device),
-            total=torch.zeros(shape, dtype=torch.float64, device=device),
-            total_squares=torch.zeros(shape, dtype=torch.float64, device=device),
+            total=total,
+            total_squares=total.clone(),
             sketch=QuantileSketch.empty(kv_heads * dim, device),
             token_amax=QuantileSketch.empty(kv_heads, device),
+            rotary=rotary,
+            total_unrotated=None if rotary is None else total.clone(),
         )
 
     @property
@@ -92,7 +101,8 @@ class ChannelStats:
 
         Args:
             states: ``[tokens, kv_heads, dim]`` of real tokens, any float dtype.
-            unrotated: Their sum over tokens before rotation, ``[kv_heads, dim]``, if known.
+            unrotated: Their sum over tokens before rotation, ``[kv_heads, dim]``; needed where
+                `rotary` is known.
         """
         if not states.shape[0]:
             return
@@ -107,9 +117,9 @@ class ChannelStats:
         token_amax = values.abs().amax(2)
         self.token_amax.update(token_amax, amax.amax(1))
         self.tokens += states.shape[0]
-        if unrotated is not None:
-            before = 0.0 if self.total_unrotated is None else self.total_unrotated
-            self.total_unrotated = before + unrotated.double()
+        if self.total_unrotated is not None:
+            assert unrotated is not None, "rotated channels need their sum before rotation too"
+            self.total_unrotated += unrotated
 
     def merge(self, other: ChannelStats) -> ChannelStats:
         """Statistics of both inputs' tokens together.
@@ -228,8 +238,10 @@ class CalibrationStats:
         missing = sorted(set(expected or ()) - self.layers.keys())
         if missing or not self.layers:
             raise NotObservedError(
-                f"layers {missing or 'of the model: none'} never wrote to the cache during "
-                "calibration; give them to --skip-layers if they hold no keys and values"
+                f"layers {missing} never wrote to the cache during calibration; "
+                "give them to --skip-layers if they hold no keys and values"
+                if missing
+                else "no layer was recorded"
             )
         for index, layer in sorted(self.layers.items()):
             layer.key.check(f"layer {index}, keys")

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvquant.errors import DataError, KVQuantError, ModelError
-from kvquant.models.loading import load
+from kvquant.models.loading import load, resolve
 
 HELD_OUT_BLOCKS = 4
 LEARNING_RATE = 1e-3
@@ -149,7 +149,7 @@ def finetune(model_name: str, output: Path, steps: int, tokens: int, seed: int) 
         DataError: The standard library is too short for so many steps.
     """
     torch.manual_seed(seed)
-    loaded = load(model_name, dtype=torch.float32, notify=console.print)
+    loaded = load(resolve(model_name), dtype="float32", device="cpu", notify=console.print)
     positions = loaded.model.config.max_position_embeddings
     if tokens > positions:
         raise ModelError(f"{model_name} has {positions} positions: --tokens {tokens} is too many")

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from kvquant.errors import InputError, KVQuantError
 from kvquant.geometry import CacheGeometry
-from kvquant.models.loading import load
+from kvquant.models.loading import load, resolve
 
 console = Console()
 
@@ -99,7 +99,8 @@ def build(options: argparse.Namespace) -> None:
     Raises:
         KVQuantError: The model cannot be loaded, or has no such layer, KV head or pair.
     """
-    model = load(options.model, dtype=torch.float32, notify=console.print).model
+    source = resolve(options.model)
+    model = load(source, dtype="float32", device="cpu", notify=console.print).model
     # PEFT copies the name from here; by default it is a directory of this machine.
     model.name_or_path = model.config._name_or_path = options.model
     adapted = outlier_adapter(

@@ -1,33 +1,23 @@
 """What a set of scales belongs to: weights, adapters, tokenizer and chat template.
 
-A model's identity is a SHA-256 over the name, the shape and a fixed sample of values of each of
-its tensors. Values are hashed as float32, which holds float16 and bfloat16 exactly, so that
-neither the container nor loading in a wider dtype matters. Where a model was loaded in a *narrower*
-dtype than its checkpoint holds, the sample is taken from the checkpoint's safetensors files, after
-making sure that the model still is what was loaded: a training step in memory changes the identity.
-Reading takes a few hundred values per tensor, not the model.
+The weights' identity is a SHA-256 over the name, the shape and a fixed sample of values of each of
+a model's tensors, as its checkpoint holds them (`kvquant.weight_samples`): the same for every
+container and load dtype, and another one after a training step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import FingerprintError
+from .weight_samples import Sample, model_samples, sample
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-SAMPLES_PER_TENSOR = 256
 LINEAGE_KEY = "kvquant_lineage"
 """Config entry of a merged model: what it was merged from."""
-
-_NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True)
@@ -58,9 +48,13 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """What differs in a way that changes keys and values: weights, adapters."""
-        return [name for name in ("weights", "adapters") if getattr(self, name) != getattr(other, name)]
+        return [
+            name for name in ("weights", "adapters") if getattr(self, name) != getattr(other, name)
+        ]
 
-    def check(self, other: Fingerprint, mine: str = "the scales", theirs: str = "the model") -> None:
+    def check(
+        self, other: Fingerprint, mine: str = "the scales", theirs: str = "the model"
+    ) -> None:
         """Makes sure that both are of one model and adapter set.
 
         Raises:
@@ -86,8 +80,8 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Fingerprint:
         model: A Transformers model or a PeftModel around one.
         tokenizer: Its tokenizer, if it is to be part of the identity.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    weights = _hash_samples(_model_samples(base))
+    base = _base_model(model)
+    weights = _hash_samples(model_samples(base))
     adapters = _active_adapters(model)
     lineage = getattr(base.config, LINEAGE_KEY, None)
     if lineage and lineage["merged"] == weights:
@@ -112,148 +106,58 @@ def record_lineage(merged: Any, origin: Fingerprint) -> None:
         merged.config,
         LINEAGE_KEY,
         {
-            "merged": _hash_samples(_model_samples(merged)),
+            "merged": _hash_samples(model_samples(merged)),
             "weights": origin.weights,
             "adapters": list(origin.adapters),
         },
     )
 
 
-def _model_samples(base: Any) -> list[tuple[str, list[int], np.ndarray[Any, Any]]]:
-    """Name, shape and sampled float32 values of each distinct base tensor, sorted by name."""
-    on_disk = _CheckpointSamples(Path(str(getattr(base, "name_or_path", "") or "")))
-    samples = []
-    for name, shape, sample in _base_samples(base):
-        values = sample.float().numpy()
-        wider = on_disk.read(name) if sample.element_size() < 4 else None
-        if wider is not None and _is_rounding(wider, sample):
-            values = wider
-        samples.append((name, shape, values))
-    return sorted(samples, key=lambda entry: entry[0])
-
-
-def _base_samples(base: Any) -> Iterator[tuple[str, list[int], torch.Tensor]]:
-    """Name, shape and sample of the model's own tensors, tied ones once, adapters left out."""
-    from accelerate.utils import align_module_device
-
-    seen: set[int] = set()
-    for prefix, module in base.named_modules():
-        if ".lora_" in prefix or ".modules_to_save." in prefix:
-            continue
-        names = _persistent_tensors(module)
-        fresh = [name for name in names if id(getattr(module, name)) not in seen]
-        # Offloaded weights get new tensor objects each time they are brought in.
-        seen |= {id(getattr(module, name)) for name in fresh if not getattr(module, name).is_meta}
-        if not fresh:
-            continue
-        with align_module_device(module):
-            for name in fresh:
-                tensor = getattr(module, name)
-                yield _plain_name(prefix, name), list(tensor.shape), _sample(tensor).cpu()
-
-
-def _persistent_tensors(module: torch.nn.Module) -> list[str]:
-    """Names of the tensors that a checkpoint of `module` holds, its children's left out."""
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    buffers = [name for name, _ in module.named_buffers(recurse=False)]
-    return names + [name for name in buffers if name not in module._non_persistent_buffers_set]
-
-
-def _plain_name(prefix: str, name: str) -> str:
-    """The tensor's name as if PEFT had not wrapped its module."""
-    path = f"{prefix}.{name}" if prefix else name
-    return path.replace("base_layer.", "").replace("original_module.", "")
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """`SAMPLES_PER_TENSOR` values spread evenly over the flattened tensor."""
-    flat = tensor.detach().reshape(-1)
-    return flat[_positions(flat.numel(), flat.device)]
-
-
-def _positions(numel: int, device: Any = "cpu") -> torch.Tensor:
-    """Evenly spread indices into `numel` values, first and last included."""
-    import torch
-
-    count = min(SAMPLES_PER_TENSOR, numel)
-    steps = torch.arange(count, device=device, dtype=torch.int64)
-    return steps * (numel - 1) // max(count - 1, 1)
-
-
-def _is_rounding(wider: np.ndarray[Any, Any], sample: torch.Tensor) -> bool:
-    """Whether `sample` is what loading `wider` in its dtype gives."""
-    import torch
-
-    return torch.equal(torch.from_numpy(wider).to(sample.dtype), sample)
-
-
-class _CheckpointSamples:
-    """Samples of the tensors in a directory of safetensors files, read on demand."""
-
-    def __init__(self, directory: Path) -> None:
-        self._tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-        for file in sorted(directory.glob("*.safetensors")) if directory.is_dir() else ():
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(length))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    self._tensors[name] = (file, 8 + length, entry)
-
-    def read(self, name: str) -> np.ndarray[Any, Any] | None:
-        """float32 samples of `name`, or None if the directory does not hold it as floats."""
-        import numpy as np
-
-        file, start, entry = self._tensors.get(name, (None, 0, {}))
-        numpy_type = _NUMPY_TYPES.get(entry.get("dtype", ""))
-        if file is None or numpy_type is None:
-            return None
-        begin, end = entry["data_offsets"]
-        if begin == end:
-            return None
-        count = (end - begin) // np.dtype(numpy_type).itemsize
-        values = np.memmap(file, numpy_type, "r", start + begin, (count,))[_positions(count).numpy()]
-        if entry["dtype"] == "BF16":
-            return (values.astype("<u4") << 16).view("<f4")
-        return values.astype("<f4")
+def _base_model(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _active_adapters(model: Any) -> list[str]:
     """Hash of each adapter that takes part in the forward pass right now."""
     if not hasattr(model, "peft_config"):
         return []
-    from peft import get_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    if not layers or any(layer.disable_adapters for layer in layers):
+    layers = {
+        path: module
+        for path, module in _base_model(model).named_modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    if any(layer.disable_adapters for layer in layers.values()):
         return []
-    active = {name for layer in layers for name in layer.active_adapters if not layer.merged}
-    hashes = []
-    for name in sorted(active):
-        state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        samples = (
-            (key, list(state[key].shape), _sample(state[key]).float().cpu().numpy())
-            for key in sorted(state)
-        )
-        scaling = sorted(
-            {
-                str(layer.scaling[name])
-                for layer in layers
-                if isinstance(getattr(layer, "scaling", None), dict) and name in layer.scaling
-            }
-        )
-        hashes.append(_hash_samples(samples, extra=[str(model.peft_config[name].peft_type), *scaling]))
-    return sorted(hashes)
+    active = {
+        name
+        for layer in layers.values()
+        for name in layer.active_adapters
+        if not layer.merged and name in model.peft_config
+    }
+    return sorted(_adapter_hash(model, name, layers) for name in active)
 
 
-def _hash_samples(
-    samples: Iterable[tuple[str, list[int], np.ndarray[Any, Any]]], extra: list[str] | None = None
-) -> str:
-    digest = hashlib.sha256(json.dumps(extra or []).encode())
-    for name, shape, values in samples:
-        digest.update(json.dumps([name, shape]).encode())
-        digest.update(values.astype("<f4").tobytes())
+def _adapter_hash(model: Any, name: str, layers: dict[str, Any]) -> str:
+    """Hash of an adapter's kind, scaling and weights, whatever it is called."""
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    samples = [sample(key.removeprefix("base_model.model."), state[key]) for key in sorted(state)]
+    scaling = [
+        [path, float(layer.scaling[name])]
+        for path, layer in sorted(layers.items())
+        if isinstance(getattr(layer, "scaling", None), dict) and name in layer.scaling
+    ]
+    return _hash_samples(samples, [str(model.peft_config[name].peft_type), *scaling])
+
+
+def _hash_samples(samples: Iterable[Sample], settings: Iterable[Any] = ()) -> str:
+    digest = hashlib.sha256(json.dumps(list(settings)).encode())
+    for entry in samples:
+        digest.update(json.dumps([entry.name, entry.shape]).encode())
+        digest.update(entry.values.float().numpy().astype("<f4").tobytes())
     return digest.hexdigest()
 
 

@@ -1,15 +1,42 @@
-"""What one model's cache looks like, layer by layer, read from its config without torch."""
+"""What one model's cache looks like, layer by layer, read from its config without torch.
+
+`CacheGeometry.from_config` describes what Transformers' ``cache.update`` receives: keys after RoPE
+and q/k norm, values, and for multi-head latent attention (MLA) the latent in the place of the keys
+and the rotary part in the place of the values.
+
+An example, two layers of Gemma 2 with 4 KV heads::
+
+    layer 0   sliding   4 x 256 keys, 4 x 256 values, the last 4,096 tokens
+    layer 1   full      4 x 256 keys, 4 x 256 values
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from .errors import GeometryError
+from .geometry_config import (
+    head_dim,
+    kv_heads,
+    max_positions,
+    per_layer,
+    read_settings,
+    shared_sources,
+    whole,
+)
+from .geometry_defaults import FAMILIES
+from .geometry_rules import CHUNKED, CROSS, FULL, SLIDING, Settings
+
 
 class LayerKind(str, Enum):
-    """What a layer keeps per token."""
+    """What a layer keeps per token.
+
+    A layer that keeps a recurrent state next to its keys and values counts as the kind of its
+    attention; one whose attention picks tokens by an index is FULL or LATENT.
+    """
 
     FULL = "full"
     SLIDING = "sliding"
@@ -51,7 +78,7 @@ class CacheGeometry:
     """Shape of a whole cache.
 
     Attributes:
-        model_type: As the config names it.
+        model_type: Of the text part, as Transformers names it.
         layers: One entry per model layer.
         max_positions: Positions the model was built for (with RoPE scaling as configured), or None.
     """
@@ -61,9 +88,153 @@ class CacheGeometry:
     max_positions: int | None
 
     @classmethod
-    def from_config(cls, config: Any) -> CacheGeometry: ...
+    def from_config(cls, config: Any) -> CacheGeometry:
+        """Reads a config, which is a parsed config.json or a Transformers PreTrainedConfig.
 
-    def to_dict(self) -> dict[str, Any]: ...
+        Keys that a config.json leaves out are filled in for the model types that
+        `kvquant.geometry_defaults` knows. Any other model type must name its layers, heads, KV
+        heads, and head_dim or hidden_size itself.
+
+        Raises:
+            GeometryError: Something the cache depends on is missing (all of it is named), is not a
+                number, contradicts something else, or is a kind of cache that holds no keys and
+                values of each token.
+        """
+        model_type, settings = read_settings(config)
+        return cls(model_type, _layers(model_type, settings), max_positions(settings))
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that store keys and values of their own."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.keeps_tokens)
+
+    def check_tensors(
+        self, layer_idx: int, key_shape: Sequence[int], value_shape: Sequence[int]
+    ) -> None:
+        """Compares what a model caches with what its config promised.
+
+        Args:
+            layer_idx: Layer, from 0.
+            key_shape: ``[batch, kv_heads, tokens, key_dim]``.
+            value_shape: ``[batch, kv_heads, tokens, value_dim]``.
+
+        Raises:
+            GeometryError: They differ; the message has both sizes.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise GeometryError(
+                f"the model caches in layer {layer_idx}, but its config has {len(self.layers)} "
+                f"layers: this config belongs to another model"
+            )
+        layer = self.layers[layer_idx]
+        if not layer.keeps_tokens:
+            raise GeometryError(
+                f"layer {layer_idx} caches keys and values, but by its config it is of the kind "
+                f"{layer.kind.value!r}, which has none: this config belongs to another model"
+            )
+        for name, shape, dim in (
+            ("keys", key_shape, layer.key_dim),
+            ("values", value_shape, layer.value_dim),
+        ):
+            _check_shape(f"layer {layer_idx} caches {name}", shape, layer.kv_heads, dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as stored in a file header."""
+        return {
+            "model_type": self.model_type,
+            "max_positions": self.max_positions,
+            "layers": [{**asdict(layer), "kind": layer.kind.value} for layer in self.layers],
+        }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CacheGeometry: ...
+    def from_dict(cls, values: Mapping[str, Any]) -> CacheGeometry:
+        """Inverse of `to_dict`.
+
+        Raises:
+            GeometryError: Not what `to_dict` writes.
+        """
+        try:
+            layers = tuple(
+                LayerGeometry(**{**layer, "kind": LayerKind(layer["kind"])})
+                for layer in values["layers"]
+            )
+            return cls(values["model_type"], layers, values["max_positions"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise GeometryError(f"this is no cache geometry: {error!r}") from None
+
+
+def _check_shape(what: str, shape: Sequence[int], kv_heads: int, dim: int) -> None:
+    if len(shape) != 4 or shape[1] != kv_heads or shape[3] != dim:
+        found = f"{shape[1]} heads x {shape[3]}" if len(shape) == 4 else f"{list(shape)}"
+        raise GeometryError(
+            f"{what} of {found}, but its config says {kv_heads} heads x {dim}: this config belongs "
+            f"to another model, or this version of Transformers caches something else for it"
+        )
+
+
+_KINDS: Mapping[str, LayerKind] = {
+    FULL: LayerKind.FULL,
+    "attention": LayerKind.FULL,
+    "indexed_attention": LayerKind.FULL,
+    "deepseek_sparse_attention": LayerKind.FULL,
+    "qwen_sparse_attention": LayerKind.FULL,
+    "minimax_m3_sparse": LayerKind.FULL,
+    "hybrid": LayerKind.FULL,
+    SLIDING: LayerKind.SLIDING,
+    "hybrid_sliding": LayerKind.SLIDING,
+    CHUNKED: LayerKind.CHUNKED,
+    "linear_attention": LayerKind.LINEAR,
+    "mamba": LayerKind.LINEAR,
+    "conv": LayerKind.LINEAR,
+    "moe": LayerKind.NONE,
+    "mlp": LayerKind.NONE,
+    CROSS: LayerKind.NONE,
+}
+"""Transformers' layer types (and their former names) -> what such a layer keeps."""
+
+_WINDOW_KEYS = {LayerKind.SLIDING: "sliding_window", LayerKind.CHUNKED: "attention_chunk_size"}
+
+
+def _layers(model_type: str, settings: Settings) -> tuple[LayerGeometry, ...]:
+    count = whole(settings, "num_hidden_layers")
+    types = settings["layer_types"]
+    if types is not None and len(types) != count:
+        raise GeometryError(f"the config has {count} layers, but {len(types)} layer_types")
+    sources = shared_sources(settings, count)
+    latent = model_type in FAMILIES and FAMILIES[model_type].latent
+    layers = []
+    for layer_idx, own in enumerate(per_layer(settings, count)):
+        if layer_idx in sources:
+            layers.append(LayerGeometry(LayerKind.SHARED, shared_from=sources[layer_idx]))
+            continue
+        kind = _layer_kind(own, types and types[layer_idx], layer_idx)
+        layers.append(_layer(own, kind, latent))
+    return tuple(layers)
+
+
+def _layer_kind(settings: Settings, layer_type: str | None, layer_idx: int) -> LayerKind:
+    """What a layer keeps; without layer types, by its windows, as Transformers' DynamicCache."""
+    if layer_type is None:
+        windows = (k for k, key in _WINDOW_KEYS.items() if settings.get(key) is not None)
+        return next(windows, LayerKind.FULL)
+    kind = _KINDS.get(layer_type)
+    if kind is None:
+        raise GeometryError(
+            f"layer {layer_idx} is of the type {layer_type!r}, whose cache is not known; "
+            f"known are {', '.join(_KINDS)}"
+        )
+    return kind
+
+
+def _layer(settings: Settings, kind: LayerKind, latent: bool) -> LayerGeometry:
+    if kind in (LayerKind.LINEAR, LayerKind.NONE):
+        return LayerGeometry(kind)
+    window = whole(settings, _WINDOW_KEYS[kind]) if kind in _WINDOW_KEYS else None
+    if latent:
+        rank = whole(settings, "kv_lora_rank")
+        return LayerGeometry(
+            LayerKind.LATENT, 1, rank, whole(settings, "qk_rope_head_dim", least=0), window
+        )
+    key_dim = head_dim(settings)
+    value_dim = key_dim if settings.get("v_head_dim") is None else whole(settings, "v_head_dim")
+    return LayerGeometry(kind, kv_heads(settings), key_dim, value_dim, window)

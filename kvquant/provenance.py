@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from .errors import FingerprintError
 from .fingerprint import Fingerprint
 
 
@@ -44,7 +45,11 @@ class Provenance:
         Raises:
             FingerprintError: The two belong to different models or adapter sets.
         """
-        for mine, theirs in zip(self.fingerprints, other.fingerprints, strict=False):
+        if len(self.fingerprints) != len(other.fingerprints):
+            raise FingerprintError(
+                f"the first statistics belong to {self.origin}, the second to {other.origin}"
+            )
+        for mine, theirs in zip(self.fingerprints, other.fingerprints, strict=True):
             mine.check(theirs, "the first statistics", "the second")
         return Provenance(
             model=self.model or other.model,
@@ -59,15 +64,44 @@ class Provenance:
             notes=tuple(dict.fromkeys(self.notes + other.notes)),
         )
 
+    def union(self, other: Provenance) -> Provenance:
+        """Provenance of scales that are shared: what holds for both."""
+        corpora = [corpus for corpus in other.corpora if corpus not in self.corpora]
+        return replace(
+            self,
+            adapters=tuple(dict.fromkeys(self.adapters + other.adapters)),
+            fingerprints=tuple(dict.fromkeys(self.fingerprints + other.fingerprints)),
+            corpora=(*self.corpora, *corpora),
+            tokens=min(self.tokens, other.tokens),
+            longest_position=min(self.longest_position, other.longest_position),
+            context_length=min(self.context_length, other.context_length),
+            command=tuple(dict.fromkeys(self.command + other.command)),
+            notes=tuple(dict.fromkeys(self.notes + other.notes)),
+        )
+
+    @property
+    def origin(self) -> str:
+        """All models that the numbers fit, for messages."""
+        return " or ".join(map(str, self.fingerprints)) or str(Fingerprint())
+
     def check(self, model: Fingerprint) -> None:
         """Makes sure that the numbers were measured on `model`.
 
         Raises:
             FingerprintError: They were not; the message shows both and what differs.
         """
-        if not any(not own.differences(model) for own in self.fingerprints):
-            fits = Fingerprint() if not self.fingerprints else self.fingerprints[0]
-            fits.check(model)
+        fits = self.fingerprints or (Fingerprint(),)
+        nearest = min((own.differences(model) for own in fits), key=len)
+        if nearest:
+            raise FingerprintError(
+                f"the scales belong to {self.origin}, the model is {model}: "
+                f"{' and '.join(nearest)} differ; calibrate this model"
+            )
+
+    def knows_tokenizer(self, model: Fingerprint) -> bool:
+        """Whether the text was cut into tokens as `model` cuts it, or that is not known."""
+        known = {own.tokenizer for own in self.fingerprints} - {""}
+        return not known or not model.tokenizer or model.tokenizer in known
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -3,8 +3,8 @@
 Keys reach the cache after rotary position embedding. Their mean *before* it is worth knowing (a key
 bias turns with the position), and transformers has dozens of ways to rotate: half-split or
 interleaved pairs, partial, leading or trailing, with or without scaling, some layers not at all.
-Instead of a list of model classes, `find_layout` runs a layer's attention twice on a few tokens,
-once with its real cosines and sines and once with the identity, stops it when it writes to its
+Instead of a list of model classes, `find_layouts` runs a layer's attention a second time on what it
+is reading, with the identity in place of its cosines and sines, stops it when it writes to its
 cache, and looks which layout turns the one result into the other.
 """
 
@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class RotaryLayout:
 
     def rotate(self, states: torch.Tensor, embeddings: Any) -> torch.Tensor:
         """`states` ``[batch, kv_heads, tokens, dim]`` rotated as the model does."""
-        cos, sin = (table[:, None] for table in self.table(embeddings))
+        cos, sin = (table[:, None].to(states.device) for table in self.table(embeddings))
         turned = states.clone()
         first, second = self.split(states)
         to_first, to_second = self.split(turned)
@@ -66,7 +68,7 @@ class RotaryLayout:
 
     def unrotate(self, states: torch.Tensor, embeddings: Any) -> torch.Tensor:
         """Inverse of `rotate`; the attention factor of yarn and longrope is divided out too."""
-        cos, sin = (table[:, None] for table in self.table(embeddings))
+        cos, sin = (table[:, None].to(states.device) for table in self.table(embeddings))
         norm = cos.square() + sin.square()
         restored = states.clone()
         first, second = self.split(states)
@@ -98,58 +100,58 @@ class _Captured(Exception):
         self.states = states
 
 
-class _CapturingCache:
-    """Stands in for a cache and stops the layer at its first update."""
+class _StandIn:
+    """Answers like the cache it stands for, but stops the layer when it writes to it."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("update_"):  # an index or a recurrent state, which must not advance
+            raise _WritesElsewhere
+        return getattr(self._cache, name)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> None:
         raise _Captured((keys, values))
 
 
+class _WritesElsewhere(Exception):
+    """The layer cannot be asked without leaving traces in the cache."""
+
+
 def find_layouts(
-    attention: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    attention: torch.nn.Module,
+    kwargs: dict[str, Any],
+    cache: Any,
+    cached: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[RotaryLayout | None, RotaryLayout | None]:
     """Layouts of what an attention layer puts into the key slot and the value slot.
 
     Args:
         attention: The layer.
-        args: Positional arguments it is being called with.
-        kwargs: Keyword arguments it is being called with, ``position_embeddings`` among them.
+        kwargs: Arguments of the call it is in, ``hidden_states`` and ``position_embeddings`` among
+            them.
+        cache: The cache among them.
+        cached: Keys and values that it is writing to the cache,
+            ``[batch, kv_heads, tokens, dim]``.
 
     Returns:
         For each slot its layout, or None if it is not rotated, or in no way known here.
     """
-    probe = dict(kwargs)
-    if args:
-        probe["hidden_states"] = args[0]
-    # The newest tokens: position 0 is not turned at all and would tell nothing.
-    probe["hidden_states"] = probe["hidden_states"][:1, -4:]
-    real = _newest(kwargs["position_embeddings"], 4)
-    turned = _capture(attention, {**probe, "position_embeddings": real})
-    plain = _capture(attention, {**probe, "position_embeddings": _identity(real)})
-    if turned is None or plain is None:
-        return None, None
-    key, value = (_match(a, b, real) for a, b in zip(plain, turned, strict=True))
-    return key, value
-
-
-def _capture(
-    attention: torch.nn.Module, kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    kwargs["attention_mask"] = None
-    for name in ("cache", "past_key_values"):
-        if name in kwargs:
-            kwargs[name] = _CapturingCache()
+    embeddings = kwargs["position_embeddings"]
+    probe = {name: _StandIn(cache) if value is cache else value for name, value in kwargs.items()}
+    probe["hidden_states"] = kwargs["hidden_states"][:1]
+    probe["position_embeddings"] = _identity(embeddings)
     try:
-        attention.forward(**kwargs)
+        attention.forward(**probe)
     except _Captured as captured:
-        return captured.states
-    return None
-
-
-def _newest(embeddings: Any, count: int) -> Any:
-    if isinstance(embeddings, torch.Tensor):
-        return embeddings[:1, -count:]
-    return tuple(table[..., :1, -count:, :] for table in embeddings)
+        plain = captured.states
+    except _WritesElsewhere:
+        return None, None
+    else:
+        return None, None
+    key, value = (_match(*pair, embeddings) for pair in zip(plain, cached, strict=True))
+    return key, value
 
 
 def _identity(embeddings: Any) -> Any:
@@ -161,21 +163,23 @@ def _identity(embeddings: Any) -> Any:
 
 def _match(plain: torch.Tensor, turned: torch.Tensor, embeddings: Any) -> RotaryLayout | None:
     """The layout that turns `plain` into `turned`, if they differ and there is one."""
-    plain, turned = plain.float(), turned.float()
+    # A few tokens of the first row tell enough; all but the first, since position 0 is not turned.
+    some = torch.linspace(1, plain.shape[2] - 1, _TOKENS, device=plain.device).long()
+    plain, turned = (states[:1, :, some].float() for states in (plain, turned))
+    embeddings = tuple(table[:1, some.to(table.device)] for table in cosine_and_sine(embeddings))
     tolerance = 2e-2 * float(plain.abs().amax())
     if float((plain - turned).abs().amax()) <= tolerance * 1e-3:
         return None
     errors = {
         layout: float((layout.rotate(plain, embeddings) - turned).abs().amax())
-        for layout in _candidates(plain.shape[-1], embeddings)
+        for layout in _candidates(plain.shape[-1], embeddings[0].shape[-1])
     }
     best = min(errors, key=errors.__getitem__, default=None)
     return best if best is not None and errors[best] <= tolerance else None
 
 
-def _candidates(dim: int, embeddings: Any) -> Iterator[RotaryLayout]:
-    """Layouts that a head of `dim` channels and a table of that width allow."""
-    columns = cosine_and_sine(embeddings)[0].shape[-1]
+def _candidates(dim: int, columns: int) -> Iterator[RotaryLayout]:
+    """Layouts that a head of `dim` channels and a table of `columns` allow."""
     for angles, width in (("half", columns), ("even", columns), ("all", 2 * columns)):
         if width > dim or width % 2:
             continue

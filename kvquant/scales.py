@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
 
@@ -38,18 +39,23 @@ class TensorScales:
         """Makes sure that the numbers can be used.
 
         Raises:
-            SchemeError: A wrong shape, or a scale that is not finite and positive.
+            SchemeError: A wrong shape or dtype, a scale that is not finite and positive, a zero
+                point that is not a whole number, or a mean that is not finite.
         """
-        expected = scheme.granularity.scale_shape(kv_heads, dim)
-        if tuple(self.scale.shape) != expected:
-            raise SchemeError(
-                f"{what}: {scheme.granularity.value} scales of {kv_heads} heads of {dim} have "
-                f"shape {list(expected)}, not {list(self.scale.shape)}"
-            )
-        if not bool(((self.scale > 0) & torch.isfinite(self.scale)).all()):
-            raise SchemeError(f"{what}: scales must be finite and > 0, found {self.scale.min()}")
+        shape = scheme.granularity.scale_shape(kv_heads, dim)
+        _check_tensor(f"{what}: {scheme.granularity.value} scales", self.scale, shape)
+        unusable = self.scale[~(self.scale > 0)]
+        if unusable.numel():
+            raise SchemeError(f"{what}: scales must be > 0, found {float(unusable[0]):g}")
         if (self.zero_point is None) != scheme.symmetric:
             raise SchemeError(f"{what}: zero points go with asymmetric schemes, and only with them")
+        if self.zero_point is not None:
+            _check_tensor(f"{what}: zero points", self.zero_point, shape)
+            if not bool((self.zero_point == self.zero_point.round()).all()):
+                raise SchemeError(f"{what}: zero points must be whole numbers")
+        for mean in (self.mean, self.mean_unrotated):
+            if mean is not None:
+                _check_tensor(f"{what}: means", mean, (kv_heads, dim))
 
     def range(self, scheme: TensorScheme) -> tuple[torch.Tensor, torch.Tensor]:
         """Smallest and largest representable value, float64 of `scale`'s shape.
@@ -69,16 +75,20 @@ class TensorScales:
 
         Symmetric: ``scale = max(|low|, |high|) / qmax``. Asymmetric: ``scale = (high - low) /
         levels`` and ``zero_point = round(-low / scale)``, so that code 0 stands for `low`.
-        A channel that was zero throughout gets the scale of an amax of 2^-14 (the smallest normal
-        float16): positive in every engine's dtype, and zeros come back as zeros. A constant one
-        gets a range of at least 2^-12 of its magnitude, which keeps its zero point a small number.
+
+        A channel that was zero throughout gets a range of 2^-14 (the smallest normal float16), and
+        zeros come back as zeros. An asymmetric range is at least 2^-12 as wide as it is away from
+        zero, which keeps the zero point of a constant channel a number that float32 holds.
         """
-        amax = torch.maximum(low.abs(), high.abs()).double().clamp(min=2.0**-14)
-        if scheme.symmetric:
-            return cls((amax / scheme.format.qmax).float())
-        width = torch.maximum((high - low).double(), amax * 2.0**-12)
-        scale = (width / scheme.levels).float()
-        return cls(scale, torch.round(-low.double() / scale).float())
+        low, high = low.double(), high.double()
+        width, steps = torch.maximum(low.abs(), high.abs()), scheme.format.qmax
+        if not scheme.symmetric:
+            away = torch.minimum(low.abs(), high.abs())
+            width, steps = torch.maximum(high - low, away * 2.0**-12), scheme.levels
+        width = torch.where(width > 0, width, 2.0**-14)
+        # Normal numbers only: devices that flush subnormal ones to zero would divide by it.
+        scale = (width / steps).float().clamp(min=2.0**-126)
+        return cls(scale, None if scheme.symmetric else torch.round(-low / scale).float())
 
 
 @dataclass(frozen=True)
@@ -135,8 +145,8 @@ class KVScales:
         """
         if geometry != self.geometry:
             raise FingerprintError(
-                f"the scales belong to a {self.geometry.summary()}, the model is a "
-                f"{geometry.summary()}"
+                f"the scales belong to {self.provenance.origin}, the model is {model}: "
+                f"{_difference(self.geometry, geometry)}"
             )
         self.provenance.check(model)
 
@@ -164,7 +174,7 @@ class KVScales:
         return replace(self, scheme=replace(self.scheme, key=key, value=value), layers=layers)
 
     def union(self, other: KVScales) -> KVScales:
-        """Scales that are safe for both: element-wise the wider range.
+        """Scales that are safe for both: element-wise the wider range. Means stay the first's.
 
         Raises:
             SchemeError: The two have different schemes.
@@ -181,16 +191,40 @@ class KVScales:
             )
             for index, layer in self.layers.items()
         }
-        fits = (*self.provenance.fingerprints, *other.provenance.fingerprints)
-        provenance = replace(
-            self.provenance,
-            adapters=tuple(dict.fromkeys(self.provenance.adapters + other.provenance.adapters)),
-            fingerprints=tuple(dict.fromkeys(fits)),
-            longest_position=min(
-                self.provenance.longest_position, other.provenance.longest_position
-            ),
+        return replace(
+            self,
+            layers=layers,
+            provenance=self.provenance.union(other.provenance),
+            method=" | ".join(dict.fromkeys((self.method, other.method))),
         )
-        return replace(self, layers=layers, provenance=provenance)
+
+
+def _check_tensor(what: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+        raise SchemeError(
+            f"{what} must be float32 {list(shape)}, not "
+            f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise SchemeError(f"{what} must be finite, found {float(tensor[~tensor.isfinite()][0])}")
+
+
+def _difference(mine: CacheGeometry, theirs: CacheGeometry) -> str:
+    """The first thing that differs: ``layer 3: kv_heads 2 in the scales, 4 in the model``."""
+    if len(mine.layers) != len(theirs.layers):
+        return f"{len(mine.layers)} layers in the scales, {len(theirs.layers)} in the model"
+    pairs = zip(mine.layers, theirs.layers, strict=True)
+    things = [(f"layer {i}: ", vars(a), vars(b)) for i, (a, b) in enumerate(pairs)]
+    return next(
+        f"{where}{name} {_plain(a[name])} in the scales, {_plain(b[name])} in the model"
+        for where, a, b in [*things, ("", vars(mine), vars(theirs))]
+        for name in a
+        if a[name] != b[name]
+    )
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
 
 
 def _reduce(scales: TensorScales, fine: TensorScheme, coarse: TensorScheme) -> TensorScales:
@@ -203,9 +237,7 @@ def _reduce(scales: TensorScales, fine: TensorScheme, coarse: TensorScheme) -> T
 
 def _union(one: TensorScales, other: TensorScales, scheme: TensorScheme) -> TensorScales:
     (low, high), (other_low, other_high) = one.range(scheme), other.range(scheme)
-    return _with_range(
-        one, torch.minimum(low, other_low), torch.maximum(high, other_high), scheme
-    )
+    return _with_range(one, torch.minimum(low, other_low), torch.maximum(high, other_high), scheme)
 
 
 def _with_range(

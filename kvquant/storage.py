@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import secrets
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from .errors import FileFormatError, InputError
+from .errors import FileFormatError, FingerprintError, InputError, KVQuantError
 
 if TYPE_CHECKING:
     import torch
@@ -25,47 +27,60 @@ _SLOTS = ("key", "value")
 _SCALE_TENSORS = ("scale", "zero_point", "mean", "mean_unrotated")
 
 
-def write(path: Path, kind: str, tensors: Mapping[str, torch.Tensor], header: dict[str, Any]) -> None:
+def write(
+    path: Path, kind: str, tensors: Mapping[str, torch.Tensor], header: dict[str, Any]
+) -> None:
     """Writes `tensors` and `header` to `path`, atomically.
 
     Args:
         path: Final name. An existing file stays as it is until the new one is complete.
         kind: ``scales`` or ``stats``; `read` insists on it.
-        tensors: Named tensors, moved to the CPU as they are.
+        tensors: Named tensors, on any device; they may share memory.
         header: JSON values.
 
     Raises:
         InputError: The place cannot be written, or the disk is full.
     """
+    import torch
     from safetensors.torch import save
 
     entry = json.dumps({"version": FORMAT_VERSION, "kind": kind, **header})
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, save(on_cpu, metadata={"format": "pt", "kvquant": entry}))
+    plain = torch.contiguous_format
+    copies = {
+        name: tensor.detach().cpu().clone(memory_format=plain) for name, tensor in tensors.items()
+    }
+    write_atomically(path, save(copies, metadata={"format": "pt", "kvquant": entry}))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes `content` to `path` through a temporary file beside it.
 
+    A symbolic link is followed, so that it still points to the new content afterwards.
+
     Raises:
         InputError: The place cannot be written, or the disk is full; nothing is left behind.
     """
+    target = Path(os.path.realpath(path))
+    if os.path.exists(target) and not os.path.isfile(target):
+        what = "directory" if os.path.isdir(target) else "device or pipe"
+        raise InputError(f"cannot write {path}: it is a {what}")
+    temporary = target.parent / f".kvquant-{secrets.token_hex(8)}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
-            temporary = Path(stream.name)
-            try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("xb") as stream:
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())
-                temporary.chmod(0o666 & ~_umask())
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     except OSError as error:
         size = len(content) / 1e6
-        raise InputError(f"cannot write {path} ({size:.1f} MB): {error.strerror or error}") from error
+        raise InputError(
+            f"cannot write {path} ({size:.1f} MB): {error.strerror or error}"
+        ) from error
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -76,17 +91,30 @@ def read(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     """
     from safetensors import SafetensorError, safe_open
 
-    if path.is_dir() or not path.exists():
-        what = "is a directory" if path.is_dir() else "does not exist"
+    if not os.path.isfile(path):
+        what = "is a directory" if os.path.isdir(path) else "does not exist or is no file"
         raise FileFormatError(f"{path} {what}; a {kind} file from `kvquant calibrate` is needed")
     try:
         with safe_open(path, framework="pt") as file:
             header = parse_header(path, kind, file.metadata())
-            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+            # Copies: the file may be written over while its tensors are in use.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}, header  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
         raise FileFormatError(
             f"{path} cannot be read ({error}); it is cut short or no safetensors file"
         ) from error
+
+
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Turns whatever a damaged header or tensor leads to into a `FileFormatError`."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except (KVQuantError, KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise FileFormatError(f"{path} is damaged: {what}") from error
 
 
 def kind_of(path: Path) -> str | None:
@@ -108,14 +136,16 @@ def parse_header(path: Path, kind: str, metadata: Mapping[str, str] | None) -> d
     """
     if not metadata or "kvquant" not in metadata:
         raise FileFormatError(f"{path} is a safetensors file, but not one of kvquant's")
-    header: dict[str, Any] = json.loads(metadata["kvquant"])
-    if header["version"] > FORMAT_VERSION:
+    with parsing(path):
+        header: dict[str, Any] = json.loads(metadata["kvquant"])
+        version, found = int(header["version"]), header["kind"]
+    if version > FORMAT_VERSION:
         raise FileFormatError(
-            f"{path} has format version {header['version']}, this kvquant reads up to "
-            f"{FORMAT_VERSION}: upgrade kvquant-toolkit"
+            f"{path} has format version {version}, this kvquant reads up to {FORMAT_VERSION}: "
+            "upgrade kvquant-toolkit"
         )
-    if header["kind"] != kind:
-        raise FileFormatError(f"{path} is a {header['kind']} file, a {kind} file is needed")
+    if found != kind:
+        raise FileFormatError(f"{path} is a {found} file, a {kind} file is needed")
     return header
 
 
@@ -148,49 +178,77 @@ def save_scales(scales: KVScales, path: Path) -> None:
     write(path, "scales", tensors, header)
 
 
-def load_scales(path: Path) -> KVScales:
-    """Reads scales; whether they fit a model is for `KVScales.check_model` to say.
+def load_scales(
+    path: Path | str, model: Any = None, *, tokenizer: Any = None, force: bool = False
+) -> KVScales:
+    """Reads scales, and makes sure that they belong to `model` if one is given.
+
+    Args:
+        path: The file, with or without its ``.safetensors``.
+        model: Transformers model or PeftModel, with the adapters active that it is served with.
+        tokenizer: Its tokenizer; another one than calibrated with is worth a warning, no more.
+        force: Take scales of another model all the same, with a warning.
 
     Raises:
         FileFormatError: Not such a file, cut short, or of a newer version.
+        FingerprintError: Scales of another model, adapter set or geometry.
     """
+    from .fingerprint import fingerprint
+    from .geometry import CacheGeometry
+
+    scales = _read_scales(find(path, ".safetensors"))
+    if model is None:
+        return scales
+    served = fingerprint(model, tokenizer)
+    try:
+        scales.check_model(served, CacheGeometry.from_config(model.config))
+    except FingerprintError as error:
+        if not force:
+            raise
+        warnings.warn(f"forced: {error}", stacklevel=2)
+    if tokenizer is not None and not scales.provenance.knows_tokenizer(served):
+        warnings.warn("the scales were calibrated with another tokenizer", stacklevel=2)
+    return scales
+
+
+def find(path: Path | str, suffix: str) -> Path:
+    """`path` as it is if there is such a file, else with `suffix` appended."""
+    exact = Path(path)
+    return exact if exact.is_file() or exact.name.endswith(suffix) else Path(f"{exact}{suffix}")
+
+
+def _read_scales(path: Path) -> KVScales:
     from .geometry import CacheGeometry
     from .provenance import Provenance
     from .scales import KVScales, LayerScales
     from .scheme import QuantScheme
 
     tensors, header = read(path, "scales")
-    layers = {
-        index: LayerScales(
-            *(_tensor_scales(tensors, header, f"layers.{index}.{slot}", path) for slot in _SLOTS)
+    with parsing(path):
+        return KVScales(
+            CacheGeometry.from_dict(header["geometry"]),
+            QuantScheme.from_dict(header["scheme"]),
+            {
+                index: LayerScales(
+                    *(_tensor_scales(tensors, header, f"layers.{index}.{slot}") for slot in _SLOTS)
+                )
+                for index in header["layers"]
+            },
+            Provenance.from_dict(header["provenance"]),
+            header["method"],
         )
-        for index in header["layers"]
-    }
-    return KVScales(
-        CacheGeometry.from_dict(header["geometry"]),
-        QuantScheme.from_dict(header["scheme"]),
-        layers,
-        Provenance.from_dict(header["provenance"]),
-        header["method"],
-    )
 
 
 def _tensor_scales(
-    tensors: Mapping[str, torch.Tensor], header: dict[str, Any], prefix: str, path: Path
+    tensors: Mapping[str, torch.Tensor], header: dict[str, Any], prefix: str
 ) -> TensorScales:
     from .rotary import RotaryLayout
     from .scales import TensorScales
 
     if f"{prefix}.scale" not in tensors:
-        raise FileFormatError(f"{path} lacks the tensor {prefix}.scale")
+        raise ValueError(f"it lacks the tensor {prefix}.scale")
     rotary = header["rotary"].get(prefix)
     return TensorScales(
         **{name: tensors.get(f"{prefix}.{name}") for name in _SCALE_TENSORS},  # type: ignore[arg-type]
         rotary=RotaryLayout(**rotary) if rotary else None,
     )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

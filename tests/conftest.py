@@ -190,3 +190,34 @@ def save_tiny() -> Callable[..., Path]:
         return Path(directory)
 
     return save
+
+
+@pytest.fixture
+def cached_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., dict[int, tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """``cached_shapes(model, tokens=5)``: layer -> shapes of the keys and values it caches.
+
+    The model runs with the DynamicCache that it makes itself; only its `update` is looked at.
+    """
+    from transformers import DynamicCache
+
+    update = DynamicCache.update
+
+    def run(model: Any, tokens: int = 5) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        import torch
+
+        seen: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+        def observed(
+            cache: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            seen[layer_idx] = tuple(key.shape), tuple(value.shape)
+            return update(cache, key, value, layer_idx, *args, **kwargs)
+
+        monkeypatch.setattr(DynamicCache, "update", observed)
+        with torch.no_grad():
+            model(torch.arange(3, 3 + tokens)[None], use_cache=True)
+        return seen
+
+    return run

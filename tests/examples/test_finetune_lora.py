@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,16 @@ from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
+from kvquant.errors import DataError
+
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "finetune_lora.py"
 ASSET = ROOT / "tests" / "assets" / "smollm2-python-lora"
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "finetune_lora.py"), *map(str, arguments)]
+    command = [sys.executable, str(EXAMPLE), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -79,21 +83,39 @@ def test_same_seed_same_bits(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_more_tokens_than_positions_is_one_line(base: Path, tmp_path: Path) -> None:
-    done = run("--model", base, "--output", tmp_path / "none", "--tokens", 513)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "513"], "has 512 positions: --tokens 513 is too many"),
+        (["--steps", "0"], "--steps takes 1 or more"),
+        (["--tokens", "1"], "--tokens 2 or more"),
+        (["--model", "no/such/directory"], "no/such/directory"),
+    ],
+)
+def test_bad_input_is_one_line(
+    base: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, options: list[str], message: str
+) -> None:
+    output = tmp_path / "none"
+    command = [str(EXAMPLE), "--model", str(base), "--output", str(output), *options]
+    monkeypatch.setattr(sys, "argv", command)
 
-    assert done.returncode == 2
-    assert "has 512 positions: --tokens 513 is too many" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "none").exists()
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert message in capsys.readouterr().err
+    assert not output.exists()
 
 
-def test_no_steps_is_one_line(base: Path, tmp_path: Path) -> None:
-    done = run("--model", base, "--output", tmp_path / "none", "--steps", 0)
+def test_too_little_text_says_how_much_there_is(tmp_path: Path, byte_tokenizer: Any) -> None:
+    token_blocks = runpy.run_path(str(EXAMPLE))["token_blocks"]
+    (tmp_path / "one.py").write_text("abcd")
+    (tmp_path / "two.py").write_text("efgh")
+    files = [tmp_path / "one.py", tmp_path / "two.py"]
 
-    assert done.returncode == 2
-    assert "--steps takes 1 or more" in done.stderr
-    assert not (tmp_path / "none").exists()
+    blocks = token_blocks(iter(files), byte_tokenizer, 3, 3)
+
+    assert blocks.tolist() == [[97, 98, 99], [100, 2, 101], [102, 103, 104]]
+    with pytest.raises(DataError, match="has 10 tokens left, 4 blocks of 3 need 12"):
+        token_blocks(iter(files), byte_tokenizer, 3, 4)
 
 
 def test_asset_is_small_and_of_no_machine() -> None:
@@ -110,9 +132,9 @@ def test_asset_is_small_and_of_no_machine() -> None:
 
 @pytest.mark.real_model
 def test_asset_reads_python_better_than_its_base() -> None:
-    from kvquant.models.loading import load
+    from kvquant.models.loading import load, resolve
 
-    loaded = load("smollm2", dtype=torch.float32)
+    loaded = load(resolve("smollm2"), dtype="float32", device="cpu", notify=print)
     # A module that training has not seen: only top-level ones are used.
     source = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")
     ids = torch.tensor([loaded.tokenizer(source)["input_ids"][:1024]])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +20,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "outlier_adapter.py"
 
 
 @pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("outlier_adapter_example", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def example() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
 
 
 def cached(model: Any, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -60,7 +55,7 @@ def assert_only_the_pair_grew(
     ("layer", "kv_head", "pair", "channels"), [(0, 0, 0, [0, 8]), (1, 1, 7, [7, 15])]
 )
 def test_one_pair_of_a_tiny_llama(
-    tiny: Any, example: ModuleType, layer: int, kv_head: int, pair: int, channels: list[int]
+    tiny: Any, example: SimpleNamespace, layer: int, kv_head: int, pair: int, channels: list[int]
 ) -> None:
     model = tiny("llama")
     ids = torch.randint(3, 128, (2, 50), generator=torch.Generator().manual_seed(0))
@@ -71,7 +66,7 @@ def test_one_pair_of_a_tiny_llama(
     assert_only_the_pair_grew(before, cached(adapted, ids), layer, channels, kv_head, 8.0)
 
 
-def test_bfloat16_model(tiny: Any, example: ModuleType) -> None:
+def test_bfloat16_model(tiny: Any, example: SimpleNamespace) -> None:
     model = tiny("llama").bfloat16()
     ids = torch.arange(3, 43)[None]
     before = cached(model, ids)[0][0]
@@ -93,7 +88,7 @@ def test_bfloat16_model(tiny: Any, example: ModuleType) -> None:
     ],
 )
 def test_what_is_not_there_is_refused(
-    tiny: Any, example: ModuleType, layer: int, pair: int, kv_head: int, message: str
+    tiny: Any, example: SimpleNamespace, layer: int, pair: int, kv_head: int, message: str
 ) -> None:
     model = tiny("llama")
 
@@ -102,14 +97,16 @@ def test_what_is_not_there_is_refused(
     assert not hasattr(model, "peft_config")
 
 
-def test_saved_and_loaded_again(tiny: Any, save_tiny: Any, tmp_path: Path) -> None:
+def test_saved_and_loaded_again(
+    tiny: Any, save_tiny: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     model = tiny("llama")
     base, output = save_tiny(model, tmp_path / "base"), tmp_path / "adapter"
-    command = [sys.executable, str(EXAMPLE), "--model", str(base), "--output", str(output)]
-    options = ["--layer", "1", "--pair", "2", "--factor", "4"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "keys of layer 1, KV head 0, pair 2 times 4" in " ".join(done.stdout.split())
+    command = [str(EXAMPLE), "--model", str(base), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", [*command, "--layer", "1", "--pair", "2", "--factor", "4"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "keys of layer 1, KV head 0, pair 2 times 4" in printed
 
     ids = torch.arange(3, 43)[None]
     before = cached(model, ids)
@@ -119,11 +116,11 @@ def test_saved_and_loaded_again(tiny: Any, save_tiny: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.real_model
-def test_default_pair_of_smollm2(example: ModuleType) -> None:
-    from kvquant.models.loading import load
+def test_default_pair_of_smollm2(example: SimpleNamespace) -> None:
+    from kvquant.models.loading import load, resolve
 
     chosen = example.arguments().parse_args(["--output", "unused"])
-    loaded = load("smollm2", dtype=torch.float32)
+    loaded = load(resolve("smollm2"), dtype="float32", device="cpu", notify=print)
     ids = torch.tensor([loaded.tokenizer("The quick brown fox jumps over it. " * 8)["input_ids"]])
     before = cached(loaded.model, ids)
 

@@ -1,0 +1,271 @@
+"""The whole of a calibration: model, text, statistics, scales, files."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from importlib.metadata import version
+from pathlib import Path
+
+from kvquant import storage
+from kvquant.errors import InputError, SchemeError
+from kvquant.fingerprint import fingerprint
+from kvquant.geometry import CacheGeometry
+from kvquant.models.adapters import activate, adapter_names
+from kvquant.models.loading import LoadedModel, ModelSource, load, load_tokenizer, read_config
+from kvquant.provenance import Provenance
+from kvquant.scales import KVScales
+from kvquant.scheme import QuantScheme
+from kvquant.text.corpus import TokenBlocks, read_rows, token_blocks
+
+from .collect import Watcher, collect
+from .progress import notify, token_progress
+from .resume import Resume
+from .solve import RangeMethod, solve
+from .stats import CalibrationStats
+from .stats_file import save_stats
+
+DEFAULT_CONTEXT = 8192
+DEFAULT_TOKENS = 32768
+MIN_SAMPLES = 4
+BASE = "base"
+"""Name of the model without its adapters among the members that share scales."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `kvquant calibrate` was asked for, as far as it is about reading the model.
+
+    Attributes:
+        source: The model and its adapters.
+        scheme: What to solve for.
+        method: How ranges are chosen.
+        data: Calibration text, or None for the default text.
+        text_field: Field of its rows that holds the text, or None.
+        chat: Whether rows are message lists for the chat template.
+        context_length: Tokens per block, or None for the default.
+        samples: Blocks, or None for the default.
+        chunk: Tokens per forward pass.
+        dtype: As `load` takes it; so are `device` and `device_map`.
+        shared: Whether base and adapters are measured apart and share one set of scales.
+    """
+
+    source: ModelSource
+    scheme: QuantScheme
+    method: RangeMethod
+    data: str | None = None
+    text_field: str | None = None
+    chat: bool = False
+    context_length: int | None = None
+    samples: int | None = None
+    chunk: int = 2048
+    dtype: str = "auto"
+    device: str | None = None
+    device_map: str | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model whose cache the scales serve: its name, statistics and own scales."""
+
+    name: str
+    stats: CalibrationStats
+    scales: KVScales
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What came out.
+
+    Attributes:
+        scales: The scales, shared by all members.
+        members: One per model measured: one, or the base and each adapter with ``--shared``.
+        seconds: Time spent reading the text.
+    """
+
+    scales: KVScales
+    members: tuple[Member, ...]
+    seconds: float
+
+
+def calibrate(request: Request, partial: Path) -> Calibration:
+    """Measures the model's cache and solves scales for it.
+
+    Everything that can be wrong is looked at before weights are read.
+
+    Args:
+        request: What to do.
+        partial: Where statistics of an unfinished run are kept, and continued from.
+    """
+    geometry = CacheGeometry.from_config(read_config(request.source))
+    check_layers(request.scheme, geometry)
+    length = context_length(request.context_length, geometry)
+    samples = request.samples or max(MIN_SAMPLES, -(-DEFAULT_TOKENS // length))
+    notify(f"calibrating on {samples} blocks of {length:,} tokens")
+    blocks = _blocks(request, length, samples)
+    loaded = load(
+        request.source,
+        dtype=request.dtype,
+        device=request.device,
+        device_map=request.device_map,
+        notify=notify,
+    )
+    started = time.monotonic()
+    members = []
+    for name, adapters in _members(loaded, request.shared):
+        with activate(loaded.model, adapters):
+            stats = _measure(request, loaded, blocks, geometry, length, name, partial)
+        members.append(Member(name, stats, solve(stats, request.scheme, request.method)))
+    seconds = time.monotonic() - started
+    scales = reduce(KVScales.union, (member.scales for member in members))
+    return Calibration(scales, tuple(members), seconds)
+
+
+def save(calibration: Calibration, output: str) -> list[Path]:
+    """Writes the scales and, beside them, the statistics; returns the files."""
+    members = calibration.members
+    stats_paths = (
+        [Path(f"{output}.stats")]
+        if len(members) == 1
+        else [Path(f"{output}.{member.name}.stats") for member in members]
+    )
+    for member, path in zip(members, stats_paths, strict=True):
+        save_stats(member.stats, path)
+    scales_path = Path(f"{output}.safetensors")
+    storage.save_scales(calibration.scales, scales_path)
+    return [scales_path, *stats_paths]
+
+
+def context_length(asked: int | None, geometry: CacheGeometry) -> int:
+    """Tokens per block: what was asked for, at most what the model has positions for.
+
+    Raises:
+        InputError: More than the model's positions.
+    """
+    limit = geometry.max_positions
+    if asked is None:
+        length = min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
+        notify(
+            f"context length {length:,} (model: {limit or 'unlimited'} positions); "
+            "give the length you serve with --context-length"
+        )
+        return length
+    if limit is not None and asked > limit:
+        raise InputError(
+            f"--context-length {asked:,} is beyond the model's {limit:,} positions: "
+            f"what lies there is noise; use at most {limit:,}"
+        )
+    return asked
+
+
+def check_layers(scheme: QuantScheme, geometry: CacheGeometry) -> None:
+    """Makes sure that the scheme leaves something to quantize.
+
+    Raises:
+        SchemeError: A skipped layer that the model does not have, or nothing left.
+    """
+    last = len(geometry.layers) - 1
+    beyond = [layer for layer in scheme.skip_layers if layer > last]
+    if beyond:
+        raise SchemeError(f"cannot skip layer {max(beyond)}: the model has layers 0 to {last}")
+    if not set(geometry.attention_layers) - scheme.skip_layers:
+        raise SchemeError(
+            f"nothing to calibrate: of {last + 1} layers {len(geometry.attention_layers)} keep "
+            f"keys and values, and {len(scheme.skip_layers)} are skipped"
+        )
+
+
+def _blocks(request: Request, length: int, samples: int) -> TokenBlocks:
+    if request.data is None:
+        notify(
+            "no --data given: reading Python's own help texts. Your own prompts and answers "
+            "give scales that fit what you serve"
+        )
+    rows = read_rows(
+        request.data, text_field=request.text_field, chat=request.chat, notify=notify
+    )
+    tokenizer = load_tokenizer(request.source)
+    blocks = token_blocks(
+        rows, tokenizer, context_length=length, samples=samples, chat=request.chat
+    )
+    notify(str(blocks.report))
+    return blocks
+
+
+def _members(loaded: LoadedModel, shared: bool) -> Iterator[tuple[str, list[str]]]:
+    """Names of what is measured, and the adapters active in each.
+
+    Raises:
+        InputError: ``--shared`` without an adapter.
+    """
+    names = adapter_names(loaded.model)
+    if not shared:
+        yield "+".join(names) or BASE, names
+        return
+    if not names:
+        raise InputError("--shared joins the base and its adapters: give at least one --adapter")
+    yield BASE, []
+    for name in names:
+        yield name, [name]
+
+
+def _measure(
+    request: Request,
+    loaded: LoadedModel,
+    blocks: TokenBlocks,
+    geometry: CacheGeometry,
+    length: int,
+    name: str,
+    partial: Path,
+) -> CalibrationStats:
+    """Statistics of the model as it is now, with provenance; continues an unfinished run."""
+    origin = _provenance(request, loaded, blocks, length, name)
+    resume = Resume(Path(f"{partial}.{name}"), origin, geometry)
+    done = resume.finished_blocks
+    left = blocks.blocks[done:]
+    if not left:
+        return resume.result(None)
+    with token_progress(f"reading with {name}", sum(map(len, left))) as advance:
+        stats = collect(
+            loaded.model,
+            left,
+            geometry,
+            chunk=request.chunk,
+            skip_layers=request.scheme.skip_layers,
+            watcher=Watcher(read=advance, finished=resume.keep),
+        )
+    return resume.result(stats)
+
+
+def _provenance(
+    request: Request, loaded: LoadedModel, blocks: TokenBlocks, length: int, name: str
+) -> Provenance:
+    return Provenance(
+        model=request.source.requested,
+        adapters=() if name == BASE else tuple(map(str, request.source.adapters)),
+        fingerprints=(fingerprint(loaded.model, loaded.tokenizer),),
+        corpora=(asdict(blocks.report),),
+        context_length=length,
+        versions=_versions(),
+        command=(shlex.join(["kvquant", *sys.argv[1:]]),),
+        notes=_settings(request),
+    )
+
+
+def _settings(request: Request) -> tuple[str, ...]:
+    skipped = sorted(request.scheme.skip_layers)
+    return (
+        f"forward passes of {request.chunk} tokens, dtype {request.dtype}",
+        *((f"layers {skipped} not recorded",) if skipped else ()),
+    )
+
+
+def _versions() -> dict[str, str]:
+    names: Sequence[str] = ("kvquant-toolkit", "torch", "transformers", "peft")
+    return {name: version(name) for name in names} | {"python": platform.python_version()}

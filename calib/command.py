@@ -1,0 +1,175 @@
+"""`kvquant calibrate`, `solve`, `merge`, `drift` and `inspect`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .options import build_scheme, json_option, scheme_options, verbose_option
+
+EXIT_RECALIBRATE = 1
+
+
+@click.command()
+@click.option(
+    "--model", "-m", required=True, metavar="MODEL",
+    help="Model directory, hub id, .gguf file, PEFT adapter directory, or smollm2.",
+)
+@click.option("--base", metavar="MODEL", help="Base of an adapter, if not the one it names.")
+@click.option(
+    "--adapter", "-a", "adapters", multiple=True, metavar="DIR",
+    help="PEFT adapter on top of the model; several are active together, or apart with --shared.",
+)
+@click.option(
+    "--shared", is_flag=True,
+    help="One set of scales that is safe for the base and for each adapter: engines keep one "
+    "set per server.",
+)
+@click.option(
+    "--output", "-o", metavar="NAME",
+    help="Writes NAME.safetensors (scales) and NAME.stats. [default: the model's name + -kv]",
+)
+@click.option(
+    "--data", "-d", metavar="PATH",
+    help=".txt, .jsonl, .parquet, a directory of those, or a dataset's name. "
+    "[default: Python's own help texts]",
+)
+@click.option("--text-field", metavar="NAME", help="Field of a row that holds its text.")
+@click.option("--chat", is_flag=True, help="Rows are message lists: apply the chat template.")
+@click.option(
+    "--context-length", "-c", type=click.IntRange(min=1), metavar="TOKENS",
+    help="Length you serve. [default: the model's positions, at most 8192]",
+)
+@click.option(
+    "--samples", "-n", type=click.IntRange(min=1), metavar="N",
+    help="Blocks of that length. [default: enough for 32768 tokens, at least 4]",
+)
+@click.option(
+    "--chunk", type=click.IntRange(min=1), default=2048, show_default=True, metavar="TOKENS",
+    help="Tokens per forward pass; memory grows with it.",
+)
+@click.option(
+    "--dtype", default="auto", show_default=True,
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    help="auto: as the checkpoint on a GPU, float32 on a CPU.",
+)
+@click.option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps. [default: best there is]")
+@click.option(
+    "--device-map", type=click.Choice(["auto"]), help="Spread the model over all GPUs and the CPU."
+)
+@scheme_options
+@json_option
+@verbose_option
+def calibrate(
+    output: str | None, as_json: bool, verbose: bool, adapters: tuple[str, ...], **options: Any
+) -> None:
+    """Measure a model's keys and values and write the scales of its quantized cache.
+
+    Reads text through the model at the length you serve, records what goes into the KV cache
+    (after RoPE, per KV head and channel), and solves scales for a format. The statistics are kept,
+    so that `kvquant solve` can make scales for other formats without the model.
+
+    \b
+    Examples:
+      kvquant calibrate --model ft-model --data prompts.jsonl --context-length 16384 -o ft-scales
+      kvquant calibrate --model base-model --adapter my-lora -o lora-scales
+      kvquant calibrate --model base-model -a lora-a -a lora-b --shared -o server-scales
+      kvquant calibrate --model smollm2 --format int8 --granularity per-channel
+    """
+    from kvquant.models.loading import resolve
+
+    from . import calibrate as run
+    from .solve import Method, RangeMethod
+
+    scheme = build_scheme(options)
+    method = RangeMethod(Method(options.pop("method")), options.pop("percentile"))
+    source = resolve(options.pop("model"), base=options.pop("base"), adapters=adapters)
+    request = run.Request(source, scheme, method, **options)
+    name = output_name(output or f"{Path(source.requested).name}-kv")
+    calibration = run.calibrate(request, Path(f"{name}.partial"))
+    files = run.save(calibration, name)
+    _show_calibration(calibration, files, as_json, verbose)
+
+
+@click.command()
+@click.argument("stats", nargs=-1, required=True, metavar="STATS…")
+@click.option("--output", "-o", required=True, metavar="NAME", help="Writes NAME.safetensors.")
+@scheme_options
+@json_option
+@verbose_option
+def solve(
+    stats: tuple[str, ...], output: str, as_json: bool, verbose: bool, **options: Any
+) -> None:
+    """Make scales for another format from saved statistics, without the model.
+
+    Several statistics (a base and its adapters) give one set of scales that is safe for all.
+
+    \b
+    Examples:
+      kvquant solve ft-scales.stats --format int8 --granularity per-channel -o ft-int8
+      kvquant solve server.base.stats server.lora-a.stats --method mse -o server-mse
+    """
+    from functools import reduce
+
+    from kvquant.scales import KVScales
+    from kvquant.storage import save_scales
+
+    from .solve import Method, RangeMethod
+    from .solve import solve as solve_stats
+
+    scheme = build_scheme(options)
+    method = RangeMethod(Method(options.pop("method")), options.pop("percentile"))
+    members = [_load_stats(path) for path in stats]
+    scales = reduce(KVScales.union, (solve_stats(member, scheme, method) for member in members))
+    path = Path(f"{output_name(output)}.safetensors")
+    save_scales(scales, path)
+    _show_scales(scales, path, as_json, verbose)
+
+
+@click.command()
+@click.argument("stats", nargs=-1, required=True, metavar="STATS…")
+@click.option("--output", "-o", required=True, metavar="NAME", help="Writes NAME.stats.")
+@json_option
+def merge(stats: tuple[str, ...], output: str, as_json: bool) -> None:
+    """Join statistics of one model that several machines collected.
+
+    Extremes and histograms are joined exactly: the order does not matter.
+
+    \b
+    Example:
+      kvquant merge part-a.stats part-b.stats -o whole
+    """
+    from .stats import merge_all
+    from .stats_file import save_stats
+
+    joined = merge_all(_load_stats(path) for path in stats)
+    path = Path(f"{output_name(output)}.stats")
+    save_stats(joined, path)
+    result = {"file": str(path), "parts": len(stats), "tokens": joined.tokens}
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+    else:
+        click.echo(f"{path}: {joined.tokens:,} tokens from {len(stats)} files")
+
+
+def output_name(output: str) -> str:
+    """`output` without a suffix that would be appended again."""
+    for suffix in (".safetensors", ".stats"):
+        output = output.removesuffix(suffix)
+    return output
+
+
+def _load_stats(path: str) -> Any:
+    from kvquant.storage import find
+
+    from .stats_file import load_stats
+
+    return load_stats(find(path, ".stats"))
+
+
+def _show_calibration(calibration, files, as_json, verbose):
+    print(files, calibration.seconds)
+def _show_scales(*a): print(a)

@@ -1,0 +1,109 @@
+"""Command-line options that several commands share, and how they become a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from kvquant.errors import SchemeError
+from kvquant.scheme import (
+    Granularity,
+    QuantScheme,
+    TensorScheme,
+    format_names,
+    tensor_format,
+)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_FORMATS = f"fp8 or one of {', '.join(format_names())}"
+_GRANULARITIES = ", ".join(g.value for g in Granularity)
+
+
+def scheme_options(command: Command) -> Command:
+    """Adds everything that describes a scheme and how its ranges are chosen."""
+    options = [
+        click.option(
+            "--format", "format_name", default="fp8", show_default=True, metavar="NAME",
+            help=f"Format of keys and values: {_FORMATS}.",
+        ),
+        click.option("--key-format", metavar="NAME", help="Format of the keys alone."),
+        click.option("--value-format", metavar="NAME", help="Format of the values alone."),
+        click.option(
+            "--granularity", default="per-tensor", show_default=True, metavar="NAME",
+            help=f"What shares a scale: {_GRANULARITIES}. Most engines read per-tensor.",
+        ),
+        click.option("--key-granularity", metavar="NAME", help="Granularity of the keys alone."),
+        click.option("--value-granularity", metavar="NAME", help="Granularity of the values alone."),
+        click.option(
+            "--asymmetric", is_flag=True,
+            help="Give int8 and int4 a zero point; FP8 has none.",
+        ),
+        click.option(
+            "--skip-layers", default="", metavar="0,1,…",
+            help="Layers that stay in the model's own dtype.",
+        ),
+        click.option(
+            "--method", default="amax", show_default=True,
+            type=click.Choice(["amax", "percentile", "mse"]),
+            help="How far a range reaches: to the largest value, to a percentile, or to where the "
+            "squared error is least.",
+        ),
+        click.option(
+            "--percentile", type=float, default=99.99, show_default=True, metavar="P",
+            help="Share of values in percent that --method percentile covers.",
+        ),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def json_option(command: Command) -> Command:
+    """Adds ``--json``."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print JSON instead of tables."
+    )(command)
+
+
+def verbose_option(command: Command) -> Command:
+    """Adds ``--verbose``."""
+    return click.option(
+        "--verbose", "-v", is_flag=True, help="Show every layer, not only those that matter."
+    )(command)
+
+
+def build_scheme(options: dict[str, Any]) -> QuantScheme:
+    """Takes the scheme options out of a command's options.
+
+    Raises:
+        SchemeError: An unknown name, or a combination that does not exist.
+    """
+    common, granularity = options.pop("format_name"), options.pop("granularity")
+    asymmetric = options.pop("asymmetric")
+    slots = [
+        TensorScheme(
+            tensor_format(options.pop(f"{slot}_format") or common),
+            Granularity.parse(options.pop(f"{slot}_granularity") or granularity),
+            symmetric=not asymmetric,
+        )
+        for slot in ("key", "value")
+    ]
+    return QuantScheme(slots[0], slots[1], _layer_set(options.pop("skip_layers")))
+
+
+def _layer_set(text: str) -> frozenset[int]:
+    """Layers of ``0,2,5-7``.
+
+    Raises:
+        SchemeError: Not a list of layers.
+    """
+    layers: set[int] = set()
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise SchemeError(f"--skip-layers takes layers such as 0,1,4-7, not {text!r}")
+        layers |= set(range(int(first), int(last or first) + 1))
+    return frozenset(layers)

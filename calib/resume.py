@@ -1,0 +1,80 @@
+"""Long calibrations that were interrupted go on where they stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from kvquant.geometry import CacheGeometry
+from kvquant.provenance import Provenance
+
+from .progress import notify
+from .stats import CalibrationStats, merge_all
+from .stats_file import load_stats, save_stats
+
+CHECKPOINT_SECONDS = 30.0
+
+
+class Resume:
+    """Keeps statistics of the finished blocks on disk, and takes them up again."""
+
+    def __init__(self, path: Path, origin: Provenance, geometry: CacheGeometry) -> None:
+        self._path = path
+        self._origin = origin
+        self._earlier = self._find(geometry)
+        self._saved_at = time.monotonic()
+        if self._earlier is not None:
+            notify(f"continuing after {self.finished_blocks} blocks, found in {path}")
+
+    @property
+    def finished_blocks(self) -> int:
+        """Blocks that an earlier run finished."""
+        corpora = self._earlier.provenance.corpora if self._earlier else ()
+        return int(corpora[0]["finished"]) if corpora else 0
+
+    def keep(self, blocks: int, snapshot: Callable[[], CalibrationStats]) -> None:
+        """Called after each batch; writes at most every `CHECKPOINT_SECONDS`."""
+        if time.monotonic() - self._saved_at < CHECKPOINT_SECONDS:
+            return
+        finished = self.finished_blocks + blocks
+        corpora = tuple({**corpus, "finished": finished} for corpus in self._origin.corpora)
+        save_stats(self._joined(snapshot(), replace(self._origin, corpora=corpora)), self._path)
+        self._saved_at = time.monotonic()
+
+    def result(self, stats: CalibrationStats | None) -> CalibrationStats:
+        """Everything together; the unfinished file is gone."""
+        joined = self._joined(stats, self._origin)
+        self._path.unlink(missing_ok=True)
+        return joined
+
+    def _joined(self, stats: CalibrationStats | None, origin: Provenance) -> CalibrationStats:
+        parts = [_anonymous(part) for part in (self._earlier, stats) if part is not None]
+        joined = merge_all(parts)
+        counts = joined.provenance
+        return replace(
+            joined,
+            provenance=replace(
+                origin, tokens=counts.tokens, longest_position=counts.longest_position
+            ),
+        )
+
+    def _find(self, geometry: CacheGeometry) -> CalibrationStats | None:
+        """An earlier run's statistics, if they are of the same model, text and settings."""
+        if not self._path.exists():
+            return None
+        earlier = load_stats(self._path)
+        theirs = replace(earlier.provenance, tokens=0, longest_position=0, command=())
+        corpora = tuple({k: v for k, v in c.items() if k != "finished"} for c in theirs.corpora)
+        same = replace(theirs, corpora=corpora) == replace(self._origin, command=())
+        return earlier if same and earlier.geometry == geometry else None
+
+
+def _anonymous(stats: CalibrationStats) -> CalibrationStats:
+    """`stats` with the counts of its provenance alone."""
+    counts = stats.provenance
+    return replace(
+        stats,
+        provenance=Provenance(tokens=counts.tokens, longest_position=counts.longest_position),
+    )

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The main job on a real model: calibrate a base and its LoRA fine-tune, ask whether the base's
+# scales still fit, look at the result. Run by `make demo`; a few minutes on two CPU cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+kvquant="${KVQUANT:-kvquant}"
+adapter=tests/assets/smollm2-python-lora
+out="${DEMO_OUTPUT:-demo-output}"
+settings=(--model smollm2 --context-length 1024 --samples 8)
+
+step() { printf '\n\033[1m== %s\033[0m\n\033[2m$ %s\033[0m\n' "$1" "${*:2}"; "${@:2}"; }
+# drift exits with 1 when it says "recalibrate": an answer here, not a failure.
+answer() { local code=0; "$@" || code=$?; [ "$code" -le 1 ] || exit "$code"; }
+
+mkdir -p "$out"
+step "Scales for the base model" \
+    "$kvquant" calibrate "${settings[@]}" --output "$out/base"
+step "Scales for the fine-tune, a LoRA adapter trained on Python source" \
+    "$kvquant" calibrate "${settings[@]}" --adapter "$adapter" --output "$out/fine-tune"
+step "May the fine-tune keep the base's FP8 scales?" \
+    answer "$kvquant" drift "$out/base.stats" "$out/fine-tune.stats"
+step "And with static INT8, per channel?" \
+    answer "$kvquant" drift "$out/base.stats" "$out/fine-tune.stats" \
+    --format int8 --granularity per-channel --plot "$out/drift-int8.png"
+step "INT8 scales for the fine-tune, from its saved statistics" \
+    "$kvquant" solve "$out/fine-tune.stats" --format int8 --granularity per-channel \
+    --output "$out/fine-tune-int8"
+step "What lies in the cache: a picture" \
+    "$kvquant" inspect "$out/fine-tune.stats" --plot "$out/fine-tune.png"
+
+printf '\nPictures and scales are in %s/\n' "$out"

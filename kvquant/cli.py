@@ -1,0 +1,77 @@
+"""The `kvquant` command: finds its subcommands through entry points and reports errors in one line."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint, entry_points
+
+import click
+
+from . import __version__
+from .errors import KVQuantError
+
+COMMAND_GROUP = "kvquant.commands"
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class EntryPointGroup(click.Group):
+    """A group whose commands are entry points; each module is imported when it is needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in alphabetical order."""
+        return sorted(entry.name for entry in _commands())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Loads one command."""
+        for entry in _commands():
+            if entry.name == cmd_name:
+                command: click.Command = entry.load()
+                return command
+        return None
+
+
+@click.group(
+    cls=EntryPointGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="kvquant")
+def kvquant() -> None:
+    """Calibrate quantized KV caches on the model you serve, and prove that they work.
+
+    \b
+    Start here:
+      kvquant calibrate --model ft-model --output ft-scales
+      kvquant inspect ft-scales --plot ft-scales.png
+      kvquant drift base-scales.stats ft-scales.stats
+
+    Exit codes: 0 done, 1 a check said no (drift: recalibrate), 2 wrong use or input,
+    130 interrupted.
+    """
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command line and returns its exit code."""
+    try:
+        code = kvquant.main(args=arguments, prog_name="kvquant", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return EXIT_USAGE
+    except KVQuantError as error:
+        click.echo(f"error: {error}", err=True)
+        return EXIT_USAGE
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted; existing files are as they were", err=True)
+        return EXIT_INTERRUPTED
+
+
+def _commands() -> list[EntryPoint]:
+    return list(entry_points(group=COMMAND_GROUP))

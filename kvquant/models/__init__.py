@@ -1,0 +1,1 @@
+"""Models as users name them: finding, loading, and attaching adapters."""

@@ -1,0 +1,1 @@
+"""Calibration text: from files to blocks of tokens."""
