@@ -113,7 +113,7 @@ def prepare(args: argparse.Namespace) -> Any:
 
     source = resolve(args.model)
     loaded = load(source, notify=lambda message: None)
-    rows = read_rows(None, text_field=None, chat=False)
+    rows = read_rows(None, notify=lambda message: None)
     blocks = token_blocks(
         rows,
         load_tokenizer(source),
@@ -126,6 +126,7 @@ def prepare(args: argparse.Namespace) -> Any:
 
 def plain_pass(model: Any, blocks: Any) -> None:
     """The forward passes alone: same batches, same chunks, no lm_head either."""
+    import numpy as np
     import torch
     from transformers import DynamicCache
 
@@ -135,7 +136,7 @@ def plain_pass(model: Any, blocks: Any) -> None:
     with torch.no_grad():
         for batch in batches(blocks, DEFAULT_CHUNK):
             cache = DynamicCache(config=model.config)
-            for part in torch.tensor(batch).split(DEFAULT_CHUNK // len(batch), dim=1):
+            for part in torch.tensor(np.array(batch)).split(DEFAULT_CHUNK // len(batch), dim=1):
                 decoder(input_ids=part, cache=cache, use_cache=True)
 
 

@@ -17,7 +17,14 @@ from kvquant.errors import InputError, SchemeError
 from kvquant.fingerprint import fingerprint
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import activate, adapter_names
-from kvquant.models.loading import LoadedModel, ModelSource, load, load_tokenizer, read_config
+from kvquant.models.loading import (
+    LoadedModel,
+    ModelSource,
+    load,
+    load_tokenizer,
+    make_local,
+    read_config,
+)
 from kvquant.provenance import Provenance
 from kvquant.scales import KVScales
 from kvquant.scheme import QuantScheme
@@ -103,14 +110,15 @@ def calibrate(request: Request, partial: Path) -> Calibration:
         request: What to do.
         partial: Where statistics of an unfinished run are kept, and continued from.
     """
+    storage.check_writable(partial)
     geometry = CacheGeometry.from_config(read_config(request.source))
     check_layers(request.scheme, geometry)
     length = context_length(request.context_length, geometry)
     samples = request.samples or max(MIN_SAMPLES, -(-DEFAULT_TOKENS // length))
-    notify(f"calibrating on {samples} blocks of {length:,} tokens")
-    blocks = _blocks(request, length, samples)
+    source = make_local(request.source, notify)
+    blocks = _blocks(request, source, length, samples)
     loaded = load(
-        request.source,
+        source,
         dtype=request.dtype,
         device=request.device,
         device_map=request.device_map,
@@ -174,23 +182,25 @@ def check_layers(scheme: QuantScheme, geometry: CacheGeometry) -> None:
     beyond = [layer for layer in scheme.skip_layers if layer > last]
     if beyond:
         raise SchemeError(f"cannot skip layer {max(beyond)}: the model has layers 0 to {last}")
-    if not set(geometry.attention_layers) - scheme.skip_layers:
+    quantized = set(geometry.attention_layers) - scheme.skip_layers
+    empty = [i for i in sorted(quantized) if not geometry.layers[i].value_dim]
+    if empty:
+        raise SchemeError(
+            f"layer {empty[0]} caches nothing in its value slot, which is not supported: "
+            f"use --skip-layers {','.join(map(str, empty))}"
+        )
+    if not quantized:
         raise SchemeError(
             f"nothing to calibrate: of {last + 1} layers {len(geometry.attention_layers)} keep "
             f"keys and values, and {len(scheme.skip_layers)} are skipped"
         )
 
 
-def _blocks(request: Request, length: int, samples: int) -> TokenBlocks:
-    if request.data is None:
-        notify(
-            "no --data given: reading Python's own help texts. Your own prompts and answers "
-            "give scales that fit what you serve"
-        )
+def _blocks(request: Request, source: ModelSource, length: int, samples: int) -> TokenBlocks:
     rows = read_rows(
         request.data, text_field=request.text_field, chat=request.chat, notify=notify
     )
-    tokenizer = load_tokenizer(request.source)
+    tokenizer = load_tokenizer(source)
     blocks = token_blocks(
         rows, tokenizer, context_length=length, samples=samples, chat=request.chat
     )

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from kvquant.cache.transformers_compat import cache_argument
+from kvquant.errors import InputError
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
 from kvquant.provenance import Provenance
@@ -24,6 +26,9 @@ from .recorder import Recorder
 from .stats import CalibrationStats
 
 DEFAULT_CHUNK = 2048
+
+Block: TypeAlias = "Sequence[int] | NDArray[np.int64]"
+"""Token ids of one context."""
 
 
 @dataclass
@@ -42,7 +47,7 @@ class Watcher:
 
 def collect(
     model: Any,
-    blocks: Sequence[Sequence[int]],
+    blocks: Sequence[Block],
     geometry: CacheGeometry,
     *,
     chunk: int = DEFAULT_CHUNK,
@@ -65,8 +70,10 @@ def collect(
 
     Raises:
         NotObservedError: An attention layer never wrote to the cache.
-        InputError: The model produced NaN or infinite keys or values.
+        InputError: A token that the model has no embedding for, or the model produced NaN or
+            infinite keys or values.
     """
+    _check_tokens(model, blocks)
     watcher = watcher or Watcher()
     skipped = frozenset(skip_layers)
     base = base_model(model)
@@ -87,7 +94,7 @@ def collect(
     return stats
 
 
-def batches(blocks: Iterable[Sequence[int]], chunk: int) -> Iterator[list[Sequence[int]]]:
+def batches(blocks: Iterable[Block], chunk: int) -> Iterator[list[Block]]:
     """Neighbouring blocks of equal length, at most `chunk` tokens (but at least one block) each.
 
     >>> [len(b) for b in batches([[1, 2]] * 5 + [[3]], chunk=4)]
@@ -98,10 +105,20 @@ def batches(blocks: Iterable[Sequence[int]], chunk: int) -> Iterator[list[Sequen
             yield batch
 
 
+def _check_tokens(model: Any, blocks: Iterable[Block]) -> None:
+    known = base_model(model).get_input_embeddings().weight.shape[0]
+    largest = max((int(np.max(block)) for block in blocks), default=0)
+    if largest >= known:
+        raise InputError(
+            f"the text holds token {largest}, the model has embeddings for 0 to {known - 1}: "
+            "the tokenizer belongs to another model"
+        )
+
+
 def _read(
     base: Any,
     recorder: Recorder,
-    batch: Sequence[Sequence[int]],
+    batch: Sequence[Block],
     chunk: int,
     watcher: Watcher,
 ) -> None:
@@ -110,7 +127,7 @@ def _read(
     tokens = torch.as_tensor(np.array(batch), device=base.get_input_embeddings().weight.device)
     step = max(1, chunk // len(batch))
     cache = recorder.watch(DynamicCache(config=base.config))
-    for part in tokens.split(step, dim=1):
+    for part in torch.split(tokens, step, dim=1):
         decoder(input_ids=part, use_cache=True, **{cache_argument(decoder): cache})
         watcher.read(part.numel())
     recorder.release(cache)

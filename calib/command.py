@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from .options import build_scheme, json_option, scheme_options, verbose_option
+from .options import build_method, build_scheme, json_option, scheme_options, verbose_option
 
 EXIT_RECALIBRATE = 1
 
@@ -82,16 +81,15 @@ def calibrate(
     from kvquant.models.loading import resolve
 
     from . import calibrate as run
-    from .solve import Method, RangeMethod
+    from .output import show_calibration
 
-    scheme = build_scheme(options)
-    method = RangeMethod(Method(options.pop("method")), options.pop("percentile"))
+    scheme, method = build_scheme(options), build_method(options)
     source = resolve(options.pop("model"), base=options.pop("base"), adapters=adapters)
     request = run.Request(source, scheme, method, **options)
     name = output_name(output or f"{Path(source.requested).name}-kv")
     calibration = run.calibrate(request, Path(f"{name}.partial"))
     files = run.save(calibration, name)
-    _show_calibration(calibration, files, as_json, verbose)
+    show_calibration(calibration, files, as_json, verbose)
 
 
 @click.command()
@@ -117,16 +115,15 @@ def solve(
     from kvquant.scales import KVScales
     from kvquant.storage import save_scales
 
-    from .solve import Method, RangeMethod
+    from .output import show_scales
     from .solve import solve as solve_stats
 
-    scheme = build_scheme(options)
-    method = RangeMethod(Method(options.pop("method")), options.pop("percentile"))
-    members = [_load_stats(path) for path in stats]
+    scheme, method = build_scheme(options), build_method(options)
+    members = [load_stats_named(path) for path in stats]
     scales = reduce(KVScales.union, (solve_stats(member, scheme, method) for member in members))
     path = Path(f"{output_name(output)}.safetensors")
     save_scales(scales, path)
-    _show_scales(scales, path, as_json, verbose)
+    show_scales(scales, path, as_json, verbose)
 
 
 @click.command()
@@ -142,17 +139,99 @@ def merge(stats: tuple[str, ...], output: str, as_json: bool) -> None:
     Example:
       kvquant merge part-a.stats part-b.stats -o whole
     """
+    from .output import print_json
     from .stats import merge_all
     from .stats_file import save_stats
 
-    joined = merge_all(_load_stats(path) for path in stats)
+    joined = merge_all(load_stats_named(path) for path in stats)
     path = Path(f"{output_name(output)}.stats")
     save_stats(joined, path)
-    result = {"file": str(path), "parts": len(stats), "tokens": joined.tokens}
     if as_json:
-        click.echo(json.dumps(result, indent=2))
+        print_json({"files": [str(path)], "parts": len(stats), "tokens": joined.tokens})
     else:
         click.echo(f"{path}: {joined.tokens:,} tokens from {len(stats)} files")
+
+
+@click.command()
+@click.argument("base", metavar="BASE.stats")
+@click.argument("tuned", metavar="FINE-TUNE.stats")
+@scheme_options
+@click.option(
+    "--max-clipped", type=float, metavar="SHARE",
+    help="Share of a head's values that the base's range may clip. [default: 0.001]",
+)
+@click.option(
+    "--max-loss", type=float, metavar="DB",
+    help="Signal-to-noise ratio that a head may lose, in dB. [default: 3]",
+)
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw it: .png .svg .pdf")
+@json_option
+@verbose_option
+@click.pass_context
+def drift(
+    context: click.Context,
+    /,
+    base: str,
+    tuned: str,
+    plot: str | None,
+    as_json: bool,
+    verbose: bool,
+    max_clipped: float | None,
+    max_loss: float | None,
+    **options: Any,
+) -> None:
+    """May a fine-tune keep the scales of its base?
+
+    Compares two statistics files on paper: the fine-tune's values are quantized with the base's
+    scales and with their own, per layer and KV head. Exit code 0: safe; 1: recalibrate.
+
+    \b
+    Examples:
+      kvquant drift base.stats ft.stats
+      kvquant drift base.stats ft.stats --format int8 --granularity per-channel --plot drift.png
+    """
+    from .drift import DriftThresholds
+    from .drift import drift as compare
+    from .output import print_json, print_tables
+
+    scheme, method = build_scheme(options), build_method(options)
+    limits = {"max_clipped": max_clipped, "max_loss_db": max_loss}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    report = compare(
+        load_stats_named(base), load_stats_named(tuned), scheme, method, DriftThresholds(**given)
+    )
+    if plot:
+        from .plot import plot_drift
+
+        plot_drift(report, Path(plot))
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        from .tables import drift_table
+
+        print_tables(drift_table(report, verbose))
+    context.exit(0 if report.safe else EXIT_RECALIBRATE)
+
+
+@click.command()
+@click.argument("file", metavar="FILE")
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw it: .png .svg .pdf")
+@json_option
+@verbose_option
+def inspect(file: str, plot: str | None, as_json: bool, verbose: bool) -> None:
+    """Show what a scales or statistics file holds, and where it comes from.
+
+    With --plot it draws a heat map, layer by channel, of the largest keys and values: outlier
+    channels stand out as columns.
+
+    \b
+    Examples:
+      kvquant inspect ft-scales
+      kvquant inspect ft-scales.stats --plot ft.png --verbose
+    """
+    from .output import show_file
+
+    show_file(file, plot, as_json, verbose)
 
 
 def output_name(output: str) -> str:
@@ -162,14 +241,9 @@ def output_name(output: str) -> str:
     return output
 
 
-def _load_stats(path: str) -> Any:
+def load_stats_named(path: str) -> Any:
     from kvquant.storage import find
 
     from .stats_file import load_stats
 
     return load_stats(find(path, ".stats"))
-
-
-def _show_calibration(calibration, files, as_json, verbose):
-    print(files, calibration.seconds)
-def _show_scales(*a): print(a)

@@ -94,6 +94,17 @@ def build_scheme(options: dict[str, Any]) -> QuantScheme:
     return QuantScheme(slots[0], slots[1], _layer_set(options.pop("skip_layers")))
 
 
+def build_method(options: dict[str, Any]) -> Any:
+    """Takes the range method out of a command's options.
+
+    Raises:
+        SchemeError: A percentile that covers less than half.
+    """
+    from .solve import Method, RangeMethod
+
+    return RangeMethod(Method(options.pop("method")), options.pop("percentile"))
+
+
 def _layer_set(text: str) -> frozenset[int]:
     """Layers of ``0,2,5-7``.
 

@@ -16,8 +16,8 @@ import torch
 
 from kvquant.errors import FingerprintError, InputError, NotObservedError
 from kvquant.geometry import CacheGeometry
-from kvquant.rotary import RotaryLayout
 from kvquant.provenance import Provenance
+from kvquant.rotary import RotaryLayout
 
 from .sketch import QuantileSketch
 
@@ -165,12 +165,12 @@ class ChannelStats:
             )
 
     def to(self, device: torch.device | str) -> ChannelStats:
-        """A copy on `device`."""
+        """A copy on `device`, which does not go on counting with the original."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, QuantileSketch):
-                return QuantileSketch(value.exponent.to(device), value.counts.to(device))
-            return value.to(device) if isinstance(value, torch.Tensor) else value
+                return QuantileSketch(moved(value.exponent), moved(value.counts))
+            return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
         return replace(self, **{name: moved(value) for name, value in vars(self).items()})
 

@@ -49,20 +49,18 @@ def load_stats(path: Path) -> CalibrationStats:
         FileFormatError: Not such a file, or cut short.
     """
     tensors, header = storage.read(path, "stats")
-    if header["bins"] != BINS:
-        raise FileFormatError(f"{path} has histograms of {header['bins']} bins, not {BINS}")
-    layers: dict[int, dict[str, ChannelStats]] = {}
-    try:
+    with storage.parsing(path):
+        if header["bins"] != BINS:
+            raise FileFormatError(f"{path} has histograms of {header['bins']} bins, not {BINS}")
+        layers: dict[int, dict[str, ChannelStats]] = {}
         for prefix, slot in header["slots"].items():
             _, index, name = prefix.split(".")
             layers.setdefault(int(index), {})[name] = _channel_stats(tensors, prefix, slot)
-    except KeyError as error:
-        raise FileFormatError(f"{path} lacks the tensor {error}") from error
-    return CalibrationStats(
-        CacheGeometry.from_dict(header["geometry"]),
-        {index: LayerStats(**slots) for index, slots in sorted(layers.items())},
-        Provenance.from_dict(header["provenance"]),
-    )
+        return CalibrationStats(
+            CacheGeometry.from_dict(header["geometry"]),
+            {index: LayerStats(**slots) for index, slots in sorted(layers.items())},
+            Provenance.from_dict(header["provenance"]),
+        )
 
 
 def _tensors(channel: ChannelStats) -> dict[str, torch.Tensor]:
@@ -86,12 +84,13 @@ def _channel_stats(
             tensors[f"{prefix}.{name}.exponent"], tensors[f"{prefix}.{name}.counts"]
         )
 
+    rotary = RotaryLayout(**slot["rotary"]) if slot["rotary"] else None
     names = ("minimum", "maximum", "total", "total_squares")
     return ChannelStats(
         **{name: tensors[f"{prefix}.{name}"] for name in names},
         sketch=sketch("sketch"),
         token_amax=sketch("token_amax"),
         tokens=slot["tokens"],
-        rotary=RotaryLayout(**slot["rotary"]) if slot["rotary"] else None,
-        total_unrotated=tensors.get(f"{prefix}.total_unrotated"),
+        rotary=rotary,
+        total_unrotated=tensors[f"{prefix}.total_unrotated"] if rotary else None,
     )

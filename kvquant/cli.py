@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import click
 
@@ -57,6 +59,12 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs the command line and returns its exit code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         code = kvquant.main(args=arguments, prog_name="kvquant", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -71,6 +79,12 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; existing files are as they were", err=True)
         return EXIT_INTERRUPTED
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Ours in one line; those of libraries are for their developers."""
+    if category.__module__.startswith(("kvquant", "calib", "evals")):
+        click.echo(f"warning: {message}", err=True)
 
 
 def _commands() -> list[EntryPoint]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .errors import FingerprintError
@@ -79,6 +79,9 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Fingerprint:
     Args:
         model: A Transformers model or a PeftModel around one.
         tokenizer: Its tokenizer, if it is to be part of the identity.
+
+    Raises:
+        FingerprintError: Weights are offloaded to where they cannot be looked at.
     """
     base = _base_model(model)
     weights = _hash_samples(model_samples(base))
@@ -140,17 +143,22 @@ def _active_adapters(model: Any) -> list[str]:
 
 
 def _adapter_hash(model: Any, name: str, layers: dict[str, Any]) -> str:
-    """Hash of an adapter's kind, scaling and weights, whatever it is called."""
+    """Hash of an adapter's kind, scaling and weights, whatever it is called.
+
+    Values count as bfloat16: on a base in 16 bits, PEFT rounds some of an adapter's tensors.
+    """
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     samples = [sample(key.removeprefix("base_model.model."), state[key]) for key in sorted(state)]
+    samples = [replace(entry, values=entry.values.bfloat16()) for entry in samples]
     scaling = [
         [path, float(layer.scaling[name])]
         for path, layer in sorted(layers.items())
         if isinstance(getattr(layer, "scaling", None), dict) and name in layer.scaling
     ]
-    return _hash_samples(samples, [str(model.peft_config[name].peft_type), *scaling])
+    kind = str(model.peft_config[name].peft_type.value)
+    return _hash_samples(samples, [kind, *scaling])
 
 
 def _hash_samples(samples: Iterable[Sample], settings: Iterable[Any] = ()) -> str:
@@ -166,4 +174,5 @@ def _hash_json(value: Any) -> str:
 
 
 def _vocabulary(tokenizer: Any) -> Any:
-    return [tokenizer.get_vocab(), {k: str(v) for k, v in tokenizer.special_tokens_map.items()}]
+    tokens = {str(token): index for token, index in tokenizer.get_vocab().items()}
+    return [tokens, {kind: str(token) for kind, token in tokenizer.special_tokens_map.items()}]

@@ -72,6 +72,15 @@ class LayerGeometry:
         """Whether the layer stores keys and values of its own."""
         return self.kind not in (LayerKind.SHARED, LayerKind.LINEAR, LayerKind.NONE)
 
+    def __str__(self) -> str:
+        """For people: ``sliding (4,096), 8 KV heads of 128``."""
+        if not self.keeps_tokens:
+            return self.kind.value if self.shared_from is None else f"shared from {self.shared_from}"
+        window = "" if self.window is None else f" ({self.window:,})"
+        heads = "1 KV head" if self.kv_heads == 1 else f"{self.kv_heads} KV heads"
+        dims = f"{self.key_dim}" if self.key_dim == self.value_dim else f"{self.key_dim}+{self.value_dim}"
+        return f"{self.kind.value}{window}, {heads} of {dims}"
+
 
 @dataclass(frozen=True)
 class CacheGeometry:
@@ -100,13 +109,26 @@ class CacheGeometry:
                 number, contradicts something else, or is a kind of cache that holds no keys and
                 values of each token.
         """
-        model_type, settings = read_settings(config)
-        return cls(model_type, _layers(model_type, settings), max_positions(settings))
+        try:
+            model_type, settings = read_settings(config)
+            return cls(model_type, _layers(model_type, settings), max_positions(settings))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Keys beyond the plain numbers are not checked one by one.
+            raise GeometryError(f"this config has a key of the wrong kind: {error!r}") from error
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that store keys and values of their own."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.keeps_tokens)
+
+    def summary(self) -> str:
+        """For people: ``llama cache: 30 x full, 3 KV heads of 64; 8,192 positions``."""
+        shapes: dict[str, int] = {}
+        for layer in self.layers:
+            shapes[str(layer)] = shapes.get(str(layer), 0) + 1
+        layers = " + ".join(f"{count} x {shape}" for shape, count in shapes.items())
+        limit = f"{self.max_positions:,}" if self.max_positions else "unlimited"
+        return f"{self.model_type} cache: {layers}; {limit} positions"
 
     def check_tensors(
         self, layer_idx: int, key_shape: Sequence[int], value_shape: Sequence[int]

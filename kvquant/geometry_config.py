@@ -123,17 +123,13 @@ def _check_complete(model_type: str, settings: Settings) -> None:
 
 
 def _derived(model_type: str, settings: Settings) -> Settings:
+    """What the family derives from other keys, layer types among it."""
     family = FAMILIES.get(model_type)
-    try:
-        if family is not None and family.derive is not None:
-            settings = family.derive(settings)
-        types = settings.get("layer_types")
-        if types is None and family is not None and family.layer_types is not None:
-            types = family.layer_types(settings)
-    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise GeometryError(
-            f"the layers of this {model_type!r} config cannot be told apart: {error!r}"
-        ) from None
+    if family is not None and family.derive is not None:
+        settings = family.derive(settings)
+    types = settings.get("layer_types")
+    if types is None and family is not None and family.layer_types is not None:
+        types = family.layer_types(settings)
     return {**settings, "layer_types": types}
 
 

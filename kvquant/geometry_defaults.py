@@ -59,8 +59,8 @@ class Family:
 
 
 def _mha(layers: int, heads: int, hidden: int, positions: int | None) -> Family:
-    """As many KV heads as attention heads, and a head_dim that no config can change."""
-    return Family(layers, heads, hidden, positions, derive=rules.own_head_dim)
+    """Multi-head attention, where no config can change KV heads or head_dim."""
+    return Family(layers, heads, hidden, positions, derive=rules.multi_head)
 
 
 def _mla(
@@ -148,7 +148,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere": Family(40, 64, 8192, 8192),
     "cosmos3_edge_text": Family(28, 16, 2048, 131072, 8, 128),
     "dbrx": Family(24, 16, 2048, 2048, derive=rules.dbrx),
-    "deepseek_ocr2_text": _mha(32, 32, 4096, 2048),
+    "deepseek_ocr2_text": Family(32, 32, 4096, 2048, derive=rules.own_head_dim),
     "diffllama": Family(16, 32, 2048, 2048),
     "emu3_text_model": Family(32, 32, 4096, 9216, 8),
     "ernie4_5": Family(18, 16, 1024, 131072, 2, 128),

@@ -178,6 +178,11 @@ def own_head_dim(settings: Settings) -> Settings:
     return {**settings, "head_dim": None}
 
 
+def multi_head(settings: Settings) -> Settings:
+    """Classes that know neither KV heads nor a head_dim: both follow from the heads."""
+    return {**settings, "head_dim": None, "num_key_value_heads": None}
+
+
 def zamba_head_dim(settings: Settings) -> Settings:
     """Attention sees the hidden state next to the embedding: twice the width."""
     wide = 2 * settings["hidden_size"] // settings["num_attention_heads"]

@@ -138,7 +138,9 @@ def find_layouts(
     Returns:
         For each slot its layout, or None if it is not rotated, or in no way known here.
     """
-    embeddings = kwargs["position_embeddings"]
+    embeddings = _first_row(kwargs["position_embeddings"])
+    if embeddings is None:
+        return None, None
     probe = {name: _StandIn(cache) if value is cache else value for name, value in kwargs.items()}
     probe["hidden_states"] = kwargs["hidden_states"][:1]
     probe["position_embeddings"] = _identity(embeddings)
@@ -154,7 +156,17 @@ def find_layouts(
     return key, value
 
 
+def _first_row(embeddings: Any) -> Any:
+    """Position embeddings of the first sequence, or None where they are not as known here."""
+    if isinstance(embeddings, torch.Tensor) and embeddings.is_complex():
+        return embeddings[:1]
+    if isinstance(embeddings, tuple) and len(embeddings) == 2:
+        return tuple(table[..., :1, :, :] for table in embeddings)
+    return None
+
+
 def _identity(embeddings: Any) -> Any:
+    """Position embeddings that turn nothing."""
     if isinstance(embeddings, torch.Tensor):
         return torch.ones_like(embeddings)
     cos, sin = embeddings
@@ -166,7 +178,7 @@ def _match(plain: torch.Tensor, turned: torch.Tensor, embeddings: Any) -> Rotary
     # A few tokens of the first row tell enough; all but the first, since position 0 is not turned.
     some = torch.linspace(1, plain.shape[2] - 1, _TOKENS, device=plain.device).long()
     plain, turned = (states[:1, :, some].float() for states in (plain, turned))
-    embeddings = tuple(table[:1, some.to(table.device)] for table in cosine_and_sine(embeddings))
+    embeddings = tuple(table[:, some.to(table.device)] for table in cosine_and_sine(embeddings))
     tolerance = 2e-2 * float(plain.abs().amax())
     if float((plain - turned).abs().amax()) <= tolerance * 1e-3:
         return None

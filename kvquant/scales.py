@@ -16,7 +16,7 @@ from .rotary import RotaryLayout
 from .scheme import Granularity, QuantScheme, TensorScheme
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TensorScales:
     """Scales of the keys or the values of one layer: ``x ≈ (q - zero_point) * scale``.
 
@@ -34,6 +34,12 @@ class TensorScales:
     mean: torch.Tensor | None = None
     mean_unrotated: torch.Tensor | None = None
     rotary: RotaryLayout | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all numbers are the same, bit for bit."""
+        if not isinstance(other, TensorScales):
+            return NotImplemented
+        return all(_same(mine, vars(other)[name]) for name, mine in vars(self).items())
 
     def check(self, what: str, scheme: TensorScheme, kv_heads: int, dim: int) -> None:
         """Makes sure that the numbers can be used.
@@ -197,6 +203,12 @@ class KVScales:
             provenance=self.provenance.union(other.provenance),
             method=" | ".join(dict.fromkeys((self.method, other.method))),
         )
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.equal(other)
+    return type(one) is type(other) and one == other
 
 
 def _check_tensor(what: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:

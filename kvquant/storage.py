@@ -76,11 +76,23 @@ def write_atomically(path: Path, content: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+    except FileExistsError as error:
+        raise InputError(f"cannot write {path}: {error.filename} is no directory") from error
     except OSError as error:
         size = len(content) / 1e6
         raise InputError(
             f"cannot write {path} ({size:.1f} MB): {error.strerror or error}"
         ) from error
+
+
+def check_writable(path: Path) -> None:
+    """Makes sure, before long work, that a file can be made at `path`.
+
+    Raises:
+        InputError: It cannot.
+    """
+    write_atomically(path.with_name(f"{path.name}.writable"), b"")
+    path.with_name(f"{path.name}.writable").unlink()
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -213,8 +225,8 @@ def load_scales(
 
 def find(path: Path | str, suffix: str) -> Path:
     """`path` as it is if there is such a file, else with `suffix` appended."""
-    exact = Path(path)
-    return exact if exact.is_file() or exact.name.endswith(suffix) else Path(f"{exact}{suffix}")
+    exact = os.path.isfile(path) or str(path).endswith(suffix)
+    return Path(path) if exact else Path(f"{path}{suffix}")
 
 
 def _read_scales(path: Path) -> KVScales:

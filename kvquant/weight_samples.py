@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import FingerprintError
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,25 +35,48 @@ class Sample:
 
 
 def model_samples(base: Any) -> list[Sample]:
-    """Samples of the model's own tensors at the precision of its checkpoint, sorted by name."""
-    samples = {sample.name: sample for sample in _samples_in_memory(base)}
+    """Samples of the model's own tensors at the precision of its checkpoint, sorted by name.
+
+    Raises:
+        FingerprintError: A tensor is offloaded to where it cannot be looked at.
+    """
+    samples = {found.name: found for found in _samples_in_memory(base)}
     _leave_out_tied_output(samples, base)
-    return sorted((samples | _unrounded(samples, base)).values(), key=lambda sample: sample.name)
+    return sorted((samples | _unrounded(samples, base)).values(), key=lambda found: found.name)
+
+
+def sample(name: str, tensor: torch.Tensor) -> Sample:
+    """`SAMPLES_PER_TENSOR` values spread evenly over the flattened tensor, on the CPU.
+
+    Raises:
+        FingerprintError: The tensor has no values.
+    """
+    if tensor.is_meta:
+        raise FingerprintError(f"{name} is offloaded: load the model without offloading")
+    flat = tensor.detach().reshape(-1)
+    values = flat[_positions(flat.numel()).to(flat.device)].cpu()
+    return Sample(name, tuple(tensor.shape), values)
+
+
+def _positions(numel: int) -> torch.Tensor:
+    """Evenly spread indices into `numel` values, first and last included."""
+    import torch
+
+    count = min(SAMPLES_PER_TENSOR, numel)
+    return torch.arange(count) * (numel - 1) // max(count - 1, 1)
 
 
 def _samples_in_memory(base: Any) -> Iterator[Sample]:
     for path, module in _own_modules(base):
         for name in _persistent_tensors(module):
-            tensor = getattr(module, name)
-            if tensor.is_meta:
-                tensor = _offloaded(module, name)
-            yield sample(_joined(path, name), tensor)
+            yield sample(_joined(path, name), _tensor(module, name))
 
 
-def _offloaded(module: Any, name: str) -> torch.Tensor:
-    """A tensor that accelerate keeps elsewhere: on disk, only what is looked at is read."""
-    tensor: torch.Tensor = module._hf_hook.weights_map[name]
-    return tensor
+def _tensor(module: Any, name: str) -> torch.Tensor:
+    """A tensor of `module`; an offloaded one without bringing it in."""
+    tensor: torch.Tensor = getattr(module, name)
+    elsewhere = getattr(getattr(module, "_hf_hook", None), "weights_map", None) or {}
+    return elsewhere[name] if tensor.is_meta and name in elsewhere else tensor
 
 
 def _own_modules(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
@@ -88,40 +113,22 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def sample(name: str, tensor: torch.Tensor) -> Sample:
-    return Sample(name, tuple(tensor.shape), _sample_values(tensor))
-
-
-def _sample_values(tensor: torch.Tensor) -> torch.Tensor:
-    """`SAMPLES_PER_TENSOR` values spread evenly over the flattened tensor, on the CPU."""
-    flat = tensor.detach().reshape(-1)
-    return flat[_positions(flat.numel()).to(flat.device)].cpu()
-
-
-def _positions(numel: int) -> torch.Tensor:
-    """Evenly spread indices into `numel` values, first and last included."""
-    import torch
-
-    count = min(SAMPLES_PER_TENSOR, numel)
-    return torch.arange(count) * (numel - 1) // max(count - 1, 1)
-
-
 def _unrounded(samples: dict[str, Sample], base: Any) -> dict[str, Sample]:
     """Samples of 16-bit tensors as the checkpoint holds them, by name.
 
     None at all where one of them is not what loading the checkpoint gives: a model that was
     trained, merged or edited since is identified by what it holds.
     """
-    narrow = [sample for sample in samples.values() if sample.values.dtype.itemsize == 2]
+    narrow = [held for held in samples.values() if held.values.dtype.itemsize == 2]
     stored = _stored_tensors(base) if narrow else {}
     found = {}
-    for sample in narrow:
-        values = _stored_values(sample, stored)
+    for held in narrow:
+        values = _stored_values(held, stored)
         if values is None:
             continue
-        if not values.to(sample.values.dtype).equal(sample.values):
+        if not values.to(held.values.dtype).equal(held.values):
             return {}
-        found[sample.name] = replace(sample, values=values)
+        found[held.name] = replace(held, values=values)
     return found
 
 
@@ -133,45 +140,44 @@ class _Stored:
     read: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _stored_values(sample: Sample, stored: Mapping[str, _Stored]) -> torch.Tensor | None:
-    """The values of `sample` in the checkpoint, None if they are not there."""
+def _stored_values(held: Sample, stored: Mapping[str, _Stored]) -> torch.Tensor | None:
+    """The values of `held` in the checkpoint, None if they are not there."""
     import torch
 
-    parts = [sample.name]
-    if sample.name not in stored:
-        parts = _expert_names(sample)
-    numel = math.prod(sample.shape)
-    if not all(part in stored and stored[part].numel * len(parts) == numel for part in parts):
+    parts = [held.name] if held.name in stored else _expert_names(held)
+    numel = math.prod(held.shape)
+    found = all(part in stored and stored[part].numel * len(parts) == numel for part in parts)
+    if not parts or not numel or not found:
         return None
-    size = numel // max(len(parts), 1)
-    positions = _positions(numel)
-    owners = positions // max(size, 1)
+    positions, size = _positions(numel), numel // len(parts)
+    owners = positions // size
     return torch.cat(
         [
-            stored[parts[i]].read(positions[owners == i] - i * size)
-            for i in sorted(set(owners.tolist()))
+            stored[parts[part]].read(positions[owners == part] - part * size)
+            for part in sorted(set(owners.tolist()))
         ]
     )
 
 
-def _expert_names(sample: Sample) -> list[str]:
+def _expert_names(held: Sample) -> list[str]:
     """Checkpoint names of experts that Transformers joins in one ``[experts, rows, columns]``."""
-    stem, _, last = sample.name.rpartition(".")
+    stem, _, last = held.name.rpartition(".")
     joined = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
-    return [
-        f"{stem}.{expert}.{part}.weight" for expert in range(sample.shape[0]) for part in joined
-    ]
+    return [f"{stem}.{expert}.{part}.weight" for expert in range(held.shape[0]) for part in joined]
 
 
 def _stored_tensors(base: Any) -> dict[str, _Stored]:
     """What the checkpoint that `base` was loaded from holds, under the model's names.
 
-    A checkpoint of the bare decoder has them without the model's prefix.
+    The bare decoder of a model has the same tensors without its prefix.
     """
-    stored: dict[str, _Stored] = {}
+    files: dict[str, _Stored] = {}
     for file in _checkpoint_files(base):
-        stored |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-    return {f"{base.base_model_prefix}.{name}": entry for name, entry in stored.items()} | stored
+        files |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+    prefix = f"{base.base_model_prefix}."
+    longer = {f"{prefix}{name}": entry for name, entry in files.items()}
+    shorter = {name.removeprefix(prefix): entry for name, entry in files.items()}
+    return longer | shorter | files
 
 
 def _checkpoint_files(base: Any) -> list[Path]:

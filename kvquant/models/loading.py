@@ -27,7 +27,15 @@ from .source import (
     resolve,
 )
 
-__all__ = ["LoadedModel", "ModelSource", "load", "load_tokenizer", "read_config", "resolve"]
+__all__ = [
+    "LoadedModel",
+    "ModelSource",
+    "load",
+    "load_tokenizer",
+    "make_local",
+    "read_config",
+    "resolve",
+]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KEY_PROJECTION = re.compile(r"(k_proj|kv_[ab]_proj|qkv|c_attn|query_key_value).*weight$")
@@ -72,7 +80,7 @@ def load(
         InputError: A dtype or device that there is not.
     """
     placement, torch_dtype = _placement(dtype, device, device_map)
-    source = _make_local(source, notify)
+    source = make_local(source, notify)
     with _quiet():
         auto_class = _auto_class(source)
         tokenizer = load_tokenizer(source)
@@ -94,9 +102,9 @@ def load_tokenizer(source: ModelSource) -> Any:
     Raises:
         ModelError: There is none, or it cannot be read.
     """
-    for adapter in map(Path, source.adapters):
-        if has_tokenizer(adapter.expanduser()) and (adapter / "tokenizer_config.json").is_file():
-            return _read_tokenizer(adapter.expanduser(), str(adapter))
+    for adapter in (Path(path).expanduser() for path in source.adapters):
+        if has_tokenizer(adapter) and (adapter / "tokenizer_config.json").is_file():
+            return _read_tokenizer(adapter, str(adapter))
     if source.gguf_file is not None:
         tokenizer = _read_tokenizer(Path(source.model), str(source), gguf_file=source.gguf_file)
         return _with_special_tokens(tokenizer, read_config(source))
@@ -165,8 +173,8 @@ def _device_type(name: str) -> str:
     return device.type
 
 
-def _make_local(source: ModelSource, notify: Callable[[str], None]) -> ModelSource:
-    """The same source with all files on this machine, SmolLM2 converted."""
+def make_local(source: ModelSource, notify: Callable[[str], None]) -> ModelSource:
+    """The same source with all files on this machine: downloaded, and SmolLM2 converted."""
     if source.gguf_file is None:
         directory = fetch_weights(source, notify)
         if not has_weights(directory):

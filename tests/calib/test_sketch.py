@@ -37,13 +37,16 @@ def samples(kind: str, tokens: int = 4000) -> torch.Tensor:
     """``[tokens, 3]``, another magnitude in each row."""
     torch.manual_seed(0)
     scale = torch.tensor([1e-3, 1.0, 40.0])
-    return scale * {
-        "normal": lambda: torch.randn(tokens, 3),
-        "uniform": lambda: torch.rand(tokens, 3) - 0.3,
-        "heavy": lambda: torch.distributions.StudentT(2.0).sample((tokens, 3)),
-        "positive": lambda: torch.rand(tokens, 3) + 0.5,
-        "sparse": lambda: torch.randn(tokens, 3) * (torch.rand(tokens, 3) > 0.7),
-    }[kind]()
+    return (
+        scale
+        * {
+            "normal": lambda: torch.randn(tokens, 3),
+            "uniform": lambda: torch.rand(tokens, 3) - 0.3,
+            "heavy": lambda: torch.distributions.StudentT(2.0).sample((tokens, 3)),
+            "positive": lambda: torch.rand(tokens, 3) + 0.5,
+            "sparse": lambda: torch.randn(tokens, 3) * (torch.rand(tokens, 3) > 0.7),
+        }[kind]()
+    )
 
 
 KINDS = ["normal", "uniform", "heavy", "positive", "sparse"]

@@ -126,12 +126,17 @@ def test_an_unknown_model_type_is_told_exactly_what_is_missing(
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is an encoder-decoder"),
         ({"model_type": "mamba2"}, "'mamba2' keeps a recurrent state and no keys and values"),
         ({"model_type": "deepseek_v4"}, "'deepseek_v4' compresses several tokens"),
-        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "cannot be told apart"),
+        (
+            {"model_type": "gemma3_text", "sliding_window_pattern": 0},
+            "wrong kind: ZeroDivisionError",
+        ),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "layer 1 is of .*'X'"),
         (
             {"model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 2},
             "last 2 of 6 layers share .* no layer before them is of the type full_attention",
         ),
+        ({**PLAIN, "max_position_embeddings": 8, "rope_scaling": "yarn"}, "wrong kind: Attr"),
+        ({**PLAIN, "layer_types": 2}, "wrong kind: TypeError"),
         (["not", "a", "dict"], "a config is a JSON object, not list"),
         (None, "a config is a JSON object, not NoneType"),
     ],

@@ -135,6 +135,11 @@ def test_keys_and_values_may_differ_in_width() -> None:
     )
 
 
+def test_gpt_2_takes_no_notice_of_keys_it_does_not_know() -> None:
+    config = {"model_type": "gpt2", "n_layer": 1, "num_key_value_heads": 2, "head_dim": 24}
+    assert CacheGeometry.from_config(config).layers == (full(12, 64),)
+
+
 def test_longcat_caches_twice_per_layer_of_its_config() -> None:
     layers = CacheGeometry.from_config({"model_type": "longcat_flash", "num_layers": 3}).layers
     assert layers == (LayerGeometry(LATENT, 1, 512, 64),) * 6

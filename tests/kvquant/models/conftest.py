@@ -40,6 +40,8 @@ def make_adapter() -> Callable[..., Path]:
                 for name, value in model.named_parameters():
                     if ".modules_to_save." in name:
                         value.normal_(std=0.02)
+                    if "lora_magnitude_vector" in name:
+                        value *= torch.rand_like(value) + 0.5
             model.save_pretrained(directory)
         return directory
 

@@ -100,6 +100,20 @@ def test_resized_vocabulary_with_the_embeddings_that_peft_saves(
     assert torch.equal(logits(model), logits(trained_on))
 
 
+def test_embeddings_that_peft_saves_in_half_precision_do_not_round_the_base(
+    tiny, make_adapter, tmp_path
+):
+    from safetensors.torch import load_file, save_file
+
+    path = make_adapter(tiny("llama"), tmp_path / "fine", **RESIZED)
+    file = path / "adapter_model.safetensors"
+    head = torch.cat([tiny("llama").lm_head.weight.detach(), torch.ones(8, 64)])
+    tensors = {**load_file(file), "base_model.model.lm_head.weight": head}
+    save_file({key: value.to(torch.bfloat16) for key, value in tensors.items()}, file)
+    model = attach(tiny("llama"), [path])
+    assert torch.equal(base_model(model).lm_head.weight, head)
+
+
 def test_adapter_that_overwrites_the_base_is_refused(tiny, make_adapter, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -205,6 +219,16 @@ def test_switching_leaves_everything_as_found(three, weights_hash, found, names)
         raise ZeroDivisionError
     assert _state(three) == state
     assert weights_hash(three) == weights
+
+
+def test_switching_leaves_merged_weights_as_found_to_the_bit(pair, weights_hash):
+    model = pair(use_dora=True)
+    model.merge_adapter()
+    weights = weights_hash(model)
+    for names in ([], ["fine"]):
+        with activate(model, names):
+            assert weights_hash(model) != weights
+        assert weights_hash(model) == weights
 
 
 def test_switching_a_model_without_adapters(tiny, logits):
