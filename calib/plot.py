@@ -98,7 +98,7 @@ def plot_heat_map(content: CalibrationStats | KVScales, path: Path) -> None:
         title = f"{_slot_name(slot, content.geometry)}: {what}, at most {heat.largest}{zero}"
         axis.set_title(title, loc="left", fontsize=10)
     subtitle = _heat_map_subtitle(content) + (
-        "; grey: none" if len(content.layers) < layers else ""
+        "; grey: no data" if len(content.layers) < layers else ""
     )
     _draw_title(figure, model_title(content.provenance), subtitle)
     top = 1 - 0.98 / figure.get_figheight()

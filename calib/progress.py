@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn
-from rich.progress import TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 messages = Console(stderr=True, highlight=False)
@@ -30,7 +36,8 @@ def token_progress(description: str, total: int) -> Iterator[Callable[[int], Non
         TextColumn("left"),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=messages) as progress:
+    # A pass over a long chunk can take minutes: the speed is that of the whole run.
+    with Progress(*columns, console=messages, speed_estimate_period=24 * 3600) as progress:
         task = progress.add_task(description, total=total)
         yield lambda tokens: progress.advance(task, tokens)
 
@@ -43,5 +50,6 @@ class _Rate(TextColumn):
 
     def render(self, task: Task) -> Text:
         """``412 tok/s``."""
-        speed = task.finished_speed or task.speed
-        return Text("… tok/s" if speed is None else f"{speed:,.0f} tok/s")
+        if not task.completed or not task.elapsed:
+            return Text("… tok/s")
+        return Text(f"{task.completed / task.elapsed:,.0f} tok/s")

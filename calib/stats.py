@@ -229,23 +229,24 @@ class CalibrationStats:
         """Makes sure that every expected layer was seen and is finite.
 
         Args:
-            expected: Layers that must be there; by default those that were recorded.
+            expected: Layers that must be there, others do not matter; by default those recorded.
 
         Raises:
             NotObservedError: Names the layers never seen.
             InputError: Something is not finite.
         """
-        missing = sorted(set(expected or ()) - self.layers.keys())
-        if missing or not self.layers:
+        if not self.layers:
+            raise NotObservedError("no layer ever wrote to the cache during calibration")
+        wanted = sorted(self.layers if expected is None else expected)
+        missing = [index for index in wanted if index not in self.layers]
+        if missing:
             raise NotObservedError(
                 f"layers {missing} never wrote to the cache during calibration; "
                 "give them to --skip-layers if they hold no keys and values"
-                if missing
-                else "no layer was recorded"
             )
-        for index, layer in sorted(self.layers.items()):
-            layer.key.check(f"layer {index}, keys")
-            layer.value.check(f"layer {index}, values")
+        for index in wanted:
+            self.layers[index].key.check(f"layer {index}, keys")
+            self.layers[index].value.check(f"layer {index}, values")
 
 
 def merge_all(parts: Iterable[CalibrationStats]) -> CalibrationStats:

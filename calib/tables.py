@@ -340,11 +340,14 @@ def _number(value: float) -> str:
     """Three significant digits."""
     if not math.isfinite(value):
         return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
 def _times(ratio: float) -> str:
-    return "∞" if math.isinf(ratio) else f"{ratio:.{1 if ratio >= 10 else 2}f}x"
+    digits = 2 if ratio < 10 else 1 if ratio < 100 else 0
+    return "∞" if math.isinf(ratio) else f"{ratio:,.{digits}f}x"
 
 
 def _decibel(value: float) -> str:

@@ -60,6 +60,27 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         InputError: The place cannot be written, or the disk is full; nothing is left behind.
     """
+    with _temporary(path, len(content)) as (temporary, target):
+        with temporary.open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(target)
+
+
+def check_writable(path: Path) -> None:
+    """Makes sure, before long work, that `write_atomically` can write to `path`.
+
+    Raises:
+        InputError: It cannot.
+    """
+    with _temporary(path) as (temporary, _):
+        temporary.touch(exist_ok=False)
+
+
+@contextmanager
+def _temporary(path: Path, size: int = 0) -> Iterator[tuple[Path, Path]]:
+    """A free name beside the file that `path` stands for, and that file; removes the former."""
     target = Path(os.path.realpath(path))
     if os.path.exists(target) and not os.path.isfile(target):
         what = "directory" if os.path.isdir(target) else "device or pipe"
@@ -68,31 +89,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("xb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(target)
-        except BaseException:
+            yield temporary, target
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
     except FileExistsError as error:
         raise InputError(f"cannot write {path}: {error.filename} is no directory") from error
     except OSError as error:
-        size = len(content) / 1e6
         raise InputError(
-            f"cannot write {path} ({size:.1f} MB): {error.strerror or error}"
+            f"cannot write {path} ({size / 1e6:.1f} MB): {error.strerror or error}"
         ) from error
-
-
-def check_writable(path: Path) -> None:
-    """Makes sure, before long work, that a file can be made at `path`.
-
-    Raises:
-        InputError: It cannot.
-    """
-    write_atomically(path.with_name(f"{path.name}.writable"), b"")
-    path.with_name(f"{path.name}.writable").unlink()
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

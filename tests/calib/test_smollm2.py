@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,20 @@ def test_a_mild_fine_tune_may_keep_fp8_scales(
     moved = [head.amax_ratio for head in report.heads]
     assert min(moved) < 0.99
     assert max(moved) > 1.01
+
+
+def test_a_raised_rotary_pair_needs_scales_of_its_own(
+    loaded: LoadedModel, blocks: Any, geometry: CacheGeometry, base_stats: CalibrationStats
+) -> None:
+    examples = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "outlier_adapter.py"))
+    model = examples["outlier_adapter"](loaded.model, layer=10, pair=23, factor=8.0)
+    stats = collect(model, blocks, geometry, chunk=CHUNK)
+    model.unload()
+    for name in ("fp8", "int8"):
+        report = drift(base_stats, stats, scheme(name), RangeMethod())
+        assert not report.safe
+        failing = {(head.layer, head.slot, head.head) for head in report.failing}
+        assert (10, "key", 0) in failing
 
 
 def test_the_base_is_what_it_was(

@@ -381,6 +381,8 @@ def test_skipped_layers_may_be_unobserved_and_get_no_scales() -> None:
 def test_values_that_are_not_finite_are_refused_with_their_place() -> None:
     layer = any_layer()
     layer.value.maximum[1, 2] = float("nan")
-    stats = model_stats({0: layer}, [LayerKind.FULL])
+    stats = model_stats({0: layer, 1: any_layer()}, [LayerKind.FULL] * 2)
     with pytest.raises(InputError, match="layer 0, values, head 1, channel 2"):
         solve(stats, QuantScheme(scheme("int8"), scheme("int8")))
+    skipping = QuantScheme(scheme("int8"), scheme("int8"), frozenset({0}))
+    assert list(solve(stats, skipping).layers) == [1], "a skipped layer may be as it likes"

@@ -202,7 +202,7 @@ def test_checking_names_the_layers_never_seen() -> None:
     model_stats().check([0, 1])
     with pytest.raises(NotObservedError, match=r"layers \[1\] never wrote"):
         model_stats(layers=(0,)).check([0, 1])
-    with pytest.raises(NotObservedError, match="no layer was recorded"):
+    with pytest.raises(NotObservedError, match="no layer ever wrote"):
         model_stats(layers=()).check()
     empty = model_stats()
     empty.layers[1].value = ChannelStats.empty(2, 4)

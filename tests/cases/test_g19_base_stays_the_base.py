@@ -32,10 +32,11 @@ def adapters(tiny: Callable[..., Any], tmp_path: Path) -> Callable[..., list[Pat
     def make(**config: Any) -> list[Path]:
         paths = [tmp_path / "first", tmp_path / "second"]
         for seed, path in enumerate(paths):
+            base = tiny("llama")
             torch.manual_seed(seed)
             settings = {"target_modules": ["k_proj", "v_proj"], **config}
             tuned = LoraConfig(init_lora_weights=False, **settings)
-            get_peft_model(tiny("llama"), tuned).save_pretrained(path)
+            get_peft_model(base, tuned).save_pretrained(path)
         return paths
 
     return make

@@ -144,9 +144,8 @@ def test_tensors_may_share_memory_and_lie_across_it(tmp_path: Path) -> None:
 
 
 def test_what_is_loaded_can_be_saved_over_its_own_file(saved: Path) -> None:
-    before = saved.read_bytes()
     save_scales(load_scales(saved), saved)
-    assert saved.read_bytes() == before
+    assert load_scales(saved) == SCALES
 
 
 def test_loaded_scales_do_not_depend_on_the_file_any_more(saved: Path) -> None:
@@ -284,6 +283,17 @@ def test_places_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
         assert why in message
         assert "\n" not in message
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_places_can_be_looked_at_before_long_work(saved: Path, tmp_path: Path) -> None:
+    before = content_of(tmp_path)
+    for place in (saved, tmp_path / "new"):
+        storage.check_writable(place)
+    assert content_of(tmp_path) == before
+    for place, why in blocked_places(tmp_path):
+        if len(place.name) < 255:
+            with pytest.raises(InputError, match=why):
+                storage.check_writable(place)
 
 
 # Reading what is no good

@@ -1,0 +1,163 @@
+"""docs/files.md defines exactly what real files hold, no more and no less."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from calib.collect import collect
+from calib.solve import solve
+from calib.stats_file import save_stats
+from kvquant.fingerprint import LINEAGE_KEY, fingerprint, record_lineage
+from kvquant.geometry import CacheGeometry
+from kvquant.scheme import Granularity, QuantScheme, TensorScheme, tensor_format
+from kvquant.storage import save_scales
+from kvquant.text.corpus import read_rows, token_blocks
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "files.md"
+
+
+def documented(heading: str) -> set[str]:
+    """Names in the first column of the tables below a heading, up to the next one."""
+    section = re.split(rf"^#+ {heading}$", DOCUMENT.read_text(), flags=re.M)[1]
+    section = re.split(r"^#", section, flags=re.M)[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, flags=re.M)
+    return {name for row in rows for name in re.findall(r"`([^`]*)`", row)}
+
+
+def fields(value: Any, inside: str = "") -> Iterator[str]:
+    """Names of all fields of a JSON value, however deep, but for those of slots and libraries."""
+    if isinstance(value, dict) and inside != "versions":
+        yield from (name for name in value if not name.startswith("layers."))
+        for name, part in value.items():
+            yield from fields(part, name)
+    if isinstance(value, list):
+        for part in value:
+            yield from fields(part)
+
+
+@pytest.fixture
+def written(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """Tensors and header of a real scales file and of a real statistics file."""
+    model = tiny("qwen2")
+    (tmp_path / "text.txt").write_text("Every header field is documented. " * 20)
+    geometry = CacheGeometry.from_config(model.config)
+    rows = read_rows(str(tmp_path / "text.txt"), notify=lambda message: None)
+    blocks = token_blocks(rows, byte_tokenizer, context_length=64, samples=4)
+    stats = collect(model, blocks.blocks, geometry)
+    origin = replace(
+        stats.provenance,
+        fingerprints=(fingerprint(model, byte_tokenizer),),
+        corpora=(asdict(blocks.report),),
+    )
+    stats = replace(stats, provenance=origin)
+    how = TensorScheme(tensor_format("int8"), Granularity.PER_CHANNEL, symmetric=False)
+    save_stats(stats, tmp_path / "x.stats")
+    save_scales(solve(stats, QuantScheme(how, how)), tmp_path / "x.safetensors")
+    return {"stats": opened(tmp_path / "x.stats"), "scales": opened(tmp_path / "x.safetensors")}
+
+
+def opened(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads(file.metadata()["kvquant"])
+
+
+SHARED = ("What both have", "Fingerprints")
+
+
+@pytest.mark.parametrize(("kind", "title"), [("scales", "scales"), ("stats", "statistics")])
+def test_header_fields_are_the_documented_ones(written: Any, kind: str, title: str) -> None:
+    _, header = written[kind]
+    expected = documented(f"Header of a {title} file").union(*map(documented, SHARED))
+    assert set(fields(header)) == expected - {LINEAGE_KEY, "merged"}
+
+
+@pytest.mark.parametrize(("kind", "title"), [("scales", "scales"), ("stats", "statistics")])
+def test_tensor_names_are_the_documented_ones(written: Any, kind: str, title: str) -> None:
+    tensors, _ = written[kind]
+    # Values are not rotated in this model.
+    found = {re.sub(r"\d+", "N", name) for name in tensors}
+    expected = documented(f"Tensors of a {title} file")
+    assert found | {name for name in expected if re.search(r"value.*unrotated", name)} == expected
+
+
+def test_shapes_and_dtypes_are_the_documented_ones(written: Any) -> None:
+    tensors, header = written["stats"]
+    layer = header["geometry"]["layers"][0]
+    heads, dim, bins = layer["kv_heads"], layer["key_dim"], header["bins"]
+    assert (heads, dim, bins) == (2, 16, 321)
+    for name, dtype, shape in (
+        ("minimum", torch.float32, (heads, dim)),
+        ("maximum", torch.float32, (heads, dim)),
+        ("total", torch.float64, (heads, dim)),
+        ("total_squares", torch.float64, (heads, dim)),
+        ("total_unrotated", torch.float64, (heads, dim)),
+        ("sketch.counts", torch.int32, (heads * dim, bins)),
+        ("sketch.exponent", torch.int32, (heads * dim,)),
+        ("token_amax.counts", torch.int32, (heads, bins)),
+        ("token_amax.exponent", torch.int32, (heads,)),
+    ):
+        tensor = tensors[f"layers.0.key.{name}"]
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+    scales, _ = written["scales"]
+    assert {tensor.dtype for tensor in scales.values()} == {torch.float32}
+    assert {tuple(tensor.shape) for tensor in scales.values()} == {(heads, dim)}
+
+
+def test_a_reader_written_from_the_document_quantizes_alike(written: Any) -> None:
+    from kvquant.quantize.reference import dequantize, quantize
+    from kvquant.scales import TensorScales
+
+    tensors, header = written["scales"]
+    how = TensorScheme.from_dict(header["scheme"]["key"])
+    scale, point = (tensors[f"layers.0.key.{name}"] for name in ("scale", "zero_point"))
+    states = torch.randn(1, 2, 5, 16) * 3
+    codes = torch.clamp(torch.round(states / scale[:, None] + point[:, None]), 0, 255)
+    scales = TensorScales(scale, point)
+    assert torch.equal(quantize(states, scales, how).float(), codes)
+    expected = (codes - point[:, None]) * scale[:, None]
+    assert torch.equal(dequantize(codes.to(torch.uint8), scales), expected)
+
+
+def test_bins_lie_where_the_document_says(written: Any) -> None:
+    from calib.sketch import QuantileSketch
+
+    sketch = QuantileSketch.empty(1)
+    values = torch.tensor([1.5, 1.0 / 512, 1.0 / 512 - 1e-6, -1.999, 1.999])
+    sketch.update(values[:, None], torch.tensor([1.999]))
+    assert sketch.exponent.item() == 1
+    filled = {index: int(count) for index, count in enumerate(sketch.counts[0]) if count}
+    assert filled == {0: 1, 160: 1, 161: 1, 160 + 9 * 16 + 9: 1, 320: 1}
+
+
+def test_the_weights_hash_can_be_computed_from_the_document(tiny: Callable[..., Any]) -> None:
+    import hashlib
+
+    model = tiny("llama")
+    digest = hashlib.sha256(b"[]")
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.flatten().tolist()
+        numbers = range(256) if len(flat) > 256 else range(len(flat))
+        last = 255 if len(flat) > 256 else max(len(flat) - 1, 1)
+        sample = [flat[i * (len(flat) - 1) // last] for i in numbers]
+        digest.update(json.dumps([name, list(tensor.shape)]).encode())
+        digest.update(torch.tensor(sample, dtype=torch.float32).numpy().tobytes())
+    assert fingerprint(model).weights == digest.hexdigest()
+
+
+def test_lineage_is_documented(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama")
+    record_lineage(model, fingerprint(model))
+    lineage = vars(model.config)[LINEAGE_KEY]
+    assert {LINEAGE_KEY, *lineage} <= documented("Fingerprints")

@@ -1,0 +1,73 @@
+"""What the documentation shows can be typed: every command parses, the Python runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from kvquant.cli import kvquant, run
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "examples/README.md", "docs/files.md", "docs/glossary.md")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Code blocks of a page."""
+    text = (ROOT / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Every line of documentation and help that calls kvquant."""
+    lines = [line.strip() for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    context = click.Context(kvquant)
+    for name in kvquant.list_commands(context):
+        command = kvquant.get_command(context, name)
+        assert command is not None
+        lines += [line.strip() for line in (command.help or "").splitlines()]
+    lines += [line.strip() for line in (kvquant.help or "").splitlines()]
+    return sorted({line for line in lines if line.startswith("kvquant ")})
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) > 12
+
+
+@pytest.mark.parametrize("line", commands())
+def test_command_parses(line: str) -> None:
+    _, name, *arguments = shlex.split(line, comments=True)
+    command = kvquant.get_command(click.Context(kvquant), name)
+    assert command is not None, name
+    command.make_context(name, arguments)
+
+
+def test_python_of_the_readme_runs(
+    tiny: Any, save_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tiny("llama")
+    save_tiny(model, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("words and more words " * 20)
+    calibrate = "calibrate --model model --data text.txt -c 32 -n 2 --output ft-scales"
+    assert run(calibrate.split()) == 0
+    snippets = blocks("README.md", "python")
+    assert snippets
+    for snippet in snippets:
+        exec(snippet, {"model": model})
+
+
+def test_every_command_and_option_says_what_it_does() -> None:
+    context = click.Context(kvquant)
+    for name in kvquant.list_commands(context):
+        command = kvquant.get_command(context, name)
+        assert command is not None
+        assert command.help
+        assert "kvquant" in command.help, f"{name} shows no example"
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help, f"{name} {parameter.name}"
