@@ -160,7 +160,8 @@ def _write(figure: Any, path: Path) -> None:
 def _draw_title(figure: Any, title: str, subtitle: str) -> None:
     height = figure.get_figheight()
     left = 0.06
-    figure.text(left, 1 - 0.12 / height, title, fontsize=13, fontweight="bold", va="top")
+    size = min(13, 13 * 90 / len(title))
+    figure.text(left, 1 - 0.12 / height, title, fontsize=size, fontweight="bold", va="top")
     figure.text(left, 1 - 0.42 / height, subtitle, fontsize=9, color=_GREY, va="top")
 
 

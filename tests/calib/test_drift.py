@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -365,8 +365,8 @@ def test_rescaled_projections_of_a_model(tiny: Callable[..., Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[dict[str, CalibrationStats]]:
-    """2,048 tokens each through SmolLM2, through its adapter, and with one pair of keys loud."""
+def smollm2() -> dict[str, CalibrationStats]:
+    """SmolLM2 on 2,048 tokens of prose and of Python, its adapter on the latter."""
     import inspect
     import pydoc
     from pydoc_data.topics import topics
@@ -386,40 +386,25 @@ def smollm2() -> Iterator[dict[str, CalibrationStats]]:
     found = {"lora": collect(loaded.model, blocks["python"], geometry)}
     with activate(loaded.model, []):
         found |= {name: collect(loaded.model, blocks[name], geometry) for name in texts}
-        layer = loaded.model.get_base_model().model.layers[10].self_attn
-        with torch.no_grad():
-            layer.k_proj.weight[[23, 23 + 32]] *= 4
-        found["loud"] = collect(loaded.model, blocks["prose"], geometry)
-    yield found
+    return found
 
 
 @pytest.mark.real_model
 @pytest.mark.parametrize(
-    ("tuned", "format_name", "granularity", "safe"),
+    ("format_name", "granularity", "safe"),
     [
-        ("lora", "fp8", "per-tensor", True),
-        ("lora", "fp8", "per-head", True),
-        ("lora", "int8", "per-tensor", True),
-        ("lora", "int8", "per-channel", False),
-        ("loud", "fp8", "per-tensor", False),
-        ("loud", "int8", "per-channel", False),
+        ("fp8", "per-tensor", True),
+        ("fp8", "per-head", True),
+        ("int8", "per-tensor", True),
+        ("int8", "per-channel", False),
+        ("int4", "per-channel", True),
     ],
 )
-def test_smollm2(
-    smollm2: dict[str, CalibrationStats],
-    tuned: str,
-    format_name: str,
-    granularity: str,
-    safe: bool,
+def test_a_mild_adapter_on_text_of_its_own(
+    smollm2: dict[str, CalibrationStats], format_name: str, granularity: str, safe: bool
 ) -> None:
-    report = drift(smollm2["prose"], smollm2[tuned], scheme(format_name, granularity))
+    report = drift(smollm2["prose"], smollm2["lora"], scheme(format_name, granularity))
     assert report.safe == safe, report.reasons
-    if tuned == "loud":
-        assert (report.failing[0].layer, report.failing[0].slot, report.failing[0].head) == (
-            10,
-            "key",
-            0,
-        )
 
 
 @pytest.mark.real_model

@@ -108,16 +108,22 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         plot_heat_map(MODELS["plain"], tmp_path / "heat.png")
 
 
-def test_global_state_is_left_alone() -> None:
-    """Matplotlib is loaded when something is drawn; pyplot and its backend choice never are."""
+def test_global_state_is_left_alone(tmp_path: Path) -> None:
+    """Matplotlib is loaded when something is drawn; pyplot, which picks a backend, never is."""
     code = (
-        "import sys, calib.plot; early = 'matplotlib' in sys.modules;"
-        "from matplotlib import rcParams; before = dict(rcParams);"
-        "from pathlib import Path; figure = calib.plot._new_figure(Path('a.png'), 3);"
-        "print(early, 'matplotlib.pyplot' in sys.modules, before == dict(rcParams))"
+        "import sys; from pathlib import Path; from test_plot import MODELS;"
+        "from calib.plot import plot_heat_map; early = 'matplotlib' in sys.modules;"
+        "plot_heat_map(MODELS['plain'], Path(sys.argv[1]));"
+        "print(early, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["False", "False", "True"], done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "heat.png"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["False", "True", "False"], done.stderr
 
 
 @pytest.mark.parametrize(("heads", "dim", "joined"), [(8, 128, 1), (8, 129, 2), (32, 128, 4)])
