@@ -30,7 +30,9 @@ PEER = "llmcompressor==0.14.0.1"
 
 def main() -> None:
     """Runs what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--context-length", type=int, default=512)

@@ -29,7 +29,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     blocks = json.loads(Path(tokens).read_text())
-    data = Dataset.from_dict({"input_ids": blocks, "attention_mask": [[1] * len(b) for b in blocks]})
+    data = Dataset.from_dict(
+        {"input_ids": blocks, "attention_mask": [[1] * len(b) for b in blocks]}
+    )
     started = time.perf_counter()
     oneshot(
         model=model,

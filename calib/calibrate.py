@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvquant import storage
-from kvquant.errors import InputError, SchemeError
+from kvquant.errors import InputError
 from kvquant.fingerprint import fingerprint
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import activate, adapter_names
@@ -101,18 +101,20 @@ class Calibration:
     seconds: float
 
 
-def calibrate(request: Request, partial: Path) -> Calibration:
+def calibrate(request: Request, output: str) -> Calibration:
     """Measures the model's cache and solves scales for it.
 
     Everything that can be wrong is looked at before weights are read.
 
     Args:
         request: What to do.
-        partial: Where statistics of an unfinished run are kept, and continued from.
+        output: Name that `save` will be given; beside it lie the statistics of an unfinished run,
+            which is continued.
     """
-    storage.check_writable(partial)
+    for suffix in (".safetensors", ".stats"):
+        storage.check_writable(Path(f"{output}{suffix}"))
     geometry = CacheGeometry.from_config(read_config(request.source))
-    check_layers(request.scheme, geometry)
+    request.scheme.check(geometry)
     length = context_length(request.context_length, geometry)
     samples = request.samples or max(MIN_SAMPLES, -(-DEFAULT_TOKENS // length))
     source = make_local(request.source, notify)
@@ -128,7 +130,7 @@ def calibrate(request: Request, partial: Path) -> Calibration:
     members = []
     for name, adapters in _members(loaded, request.shared):
         with activate(loaded.model, adapters):
-            stats = _measure(request, loaded, blocks, geometry, length, name, partial)
+            stats = _measure(request, loaded, blocks, geometry, length, name, output)
         members.append(Member(name, stats, solve(stats, request.scheme, request.method)))
     seconds = time.monotonic() - started
     scales = reduce(KVScales.union, (member.scales for member in members))
@@ -172,34 +174,8 @@ def context_length(asked: int | None, geometry: CacheGeometry) -> int:
     return asked
 
 
-def check_layers(scheme: QuantScheme, geometry: CacheGeometry) -> None:
-    """Makes sure that the scheme leaves something to quantize.
-
-    Raises:
-        SchemeError: A skipped layer that the model does not have, or nothing left.
-    """
-    last = len(geometry.layers) - 1
-    beyond = [layer for layer in scheme.skip_layers if layer > last]
-    if beyond:
-        raise SchemeError(f"cannot skip layer {max(beyond)}: the model has layers 0 to {last}")
-    quantized = set(geometry.attention_layers) - scheme.skip_layers
-    empty = [i for i in sorted(quantized) if not geometry.layers[i].value_dim]
-    if empty:
-        raise SchemeError(
-            f"layer {empty[0]} caches nothing in its value slot, which is not supported: "
-            f"use --skip-layers {','.join(map(str, empty))}"
-        )
-    if not quantized:
-        raise SchemeError(
-            f"nothing to calibrate: of {last + 1} layers {len(geometry.attention_layers)} keep "
-            f"keys and values, and {len(scheme.skip_layers)} are skipped"
-        )
-
-
 def _blocks(request: Request, source: ModelSource, length: int, samples: int) -> TokenBlocks:
-    rows = read_rows(
-        request.data, text_field=request.text_field, chat=request.chat, notify=notify
-    )
+    rows = read_rows(request.data, text_field=request.text_field, chat=request.chat, notify=notify)
     tokenizer = load_tokenizer(source)
     blocks = token_blocks(
         rows, tokenizer, context_length=length, samples=samples, chat=request.chat
@@ -232,11 +208,11 @@ def _measure(
     geometry: CacheGeometry,
     length: int,
     name: str,
-    partial: Path,
+    output: str,
 ) -> CalibrationStats:
     """Statistics of the model as it is now, with provenance; continues an unfinished run."""
     origin = _provenance(request, loaded, blocks, length, name)
-    resume = Resume(Path(f"{partial}.{name}"), origin, geometry)
+    resume = Resume(Path(f"{output}.{name}.partial"), origin, geometry)
     done = resume.finished_blocks
     left = blocks.blocks[done:]
     if not left:

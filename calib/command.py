@@ -7,51 +7,82 @@ from typing import Any
 
 import click
 
-from .options import build_method, build_scheme, json_option, scheme_options, verbose_option
+from .options import (
+    build_method,
+    build_scheme,
+    json_option,
+    plot_option,
+    scheme_options,
+    verbose_option,
+)
 
 EXIT_RECALIBRATE = 1
 
 
 @click.command()
 @click.option(
-    "--model", "-m", required=True, metavar="MODEL",
+    "--model",
+    "-m",
+    required=True,
+    metavar="MODEL",
     help="Model directory, hub id, .gguf file, PEFT adapter directory, or smollm2.",
 )
 @click.option("--base", metavar="MODEL", help="Base of an adapter, if not the one it names.")
 @click.option(
-    "--adapter", "-a", "adapters", multiple=True, metavar="DIR",
+    "--adapter",
+    "-a",
+    "adapters",
+    multiple=True,
+    metavar="DIR",
     help="PEFT adapter on top of the model; several are active together, or apart with --shared.",
 )
 @click.option(
-    "--shared", is_flag=True,
+    "--shared",
+    is_flag=True,
     help="One set of scales that is safe for the base and for each adapter: engines keep one "
     "set per server.",
 )
 @click.option(
-    "--output", "-o", metavar="NAME",
+    "--output",
+    "-o",
+    metavar="NAME",
     help="Writes NAME.safetensors (scales) and NAME.stats. [default: the model's name + -kv]",
 )
 @click.option(
-    "--data", "-d", metavar="PATH",
+    "--data",
+    "-d",
+    metavar="PATH",
     help=".txt, .jsonl, .parquet, a directory of those, or a dataset's name. "
     "[default: Python's own help texts]",
 )
 @click.option("--text-field", metavar="NAME", help="Field of a row that holds its text.")
 @click.option("--chat", is_flag=True, help="Rows are message lists: apply the chat template.")
 @click.option(
-    "--context-length", "-c", type=click.IntRange(min=1), metavar="TOKENS",
+    "--context-length",
+    "-c",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
     help="Length you serve. [default: the model's positions, at most 8192]",
 )
 @click.option(
-    "--samples", "-n", type=click.IntRange(min=1), metavar="N",
+    "--samples",
+    "-n",
+    type=click.IntRange(min=1),
+    metavar="N",
     help="Blocks of that length. [default: enough for 32768 tokens, at least 4]",
 )
 @click.option(
-    "--chunk", type=click.IntRange(min=1), default=2048, show_default=True, metavar="TOKENS",
+    "--chunk",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    metavar="TOKENS",
     help="Tokens per forward pass; memory grows with it.",
 )
 @click.option(
-    "--dtype", default="auto", show_default=True,
+    "--dtype",
+    default="auto",
+    show_default=True,
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     help="auto: as the checkpoint on a GPU, float32 on a CPU.",
 )
@@ -87,7 +118,7 @@ def calibrate(
     source = resolve(options.pop("model"), base=options.pop("base"), adapters=adapters)
     request = run.Request(source, scheme, method, **options)
     name = output_name(output or f"{Path(source.requested).name}-kv")
-    calibration = run.calibrate(request, Path(f"{name}.partial"))
+    calibration = run.calibrate(request, name)
     files = run.save(calibration, name)
     show_calibration(calibration, files, as_json, verbose)
 
@@ -157,14 +188,18 @@ def merge(stats: tuple[str, ...], output: str, as_json: bool) -> None:
 @click.argument("tuned", metavar="FINE-TUNE.stats")
 @scheme_options
 @click.option(
-    "--max-clipped", type=float, metavar="SHARE",
-    help="Share of a head's values that the base's range may clip. [default: 0.001]",
+    "--max-clipped",
+    type=float,
+    metavar="SHARE",
+    help="Share of a head's values that the base's range may clip. [default: 0.01]",
 )
 @click.option(
-    "--max-loss", type=float, metavar="DB",
+    "--max-loss",
+    type=float,
+    metavar="DB",
     help="Signal-to-noise ratio that a head may lose, in dB. [default: 3]",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw it: .png .svg .pdf")
+@plot_option
 @json_option
 @verbose_option
 @click.pass_context
@@ -215,7 +250,7 @@ def drift(
 
 @click.command()
 @click.argument("file", metavar="FILE")
-@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw it: .png .svg .pdf")
+@plot_option
 @json_option
 @verbose_option
 def inspect(file: str, plot: str | None, as_json: bool, verbose: bool) -> None:
@@ -242,6 +277,7 @@ def output_name(output: str) -> str:
 
 
 def load_stats_named(path: str) -> Any:
+    """Statistics from `path`, with or without its ``.stats``."""
     from kvquant.storage import find
 
     from .stats_file import load_stats

@@ -36,7 +36,7 @@ class DriftThresholds:
     a mild LoRA adapter on Python source 0.3 dB with fp8 per tensor, 1.4 dB with int8 per tensor,
     10 dB with int8 per channel (nearly all of it the text's: on one text the adapter costs 0.8 dB);
     the largest rotary pair of keys times 4 costs fp8 26 dB. 1 % of a head's values is a channel in
-    64 that saturates two times in three; other text or a mild adapter clip at most 0.4 %.
+    64 that saturates two times in three; other text or a mild adapter clip at most 0.6 %.
 
     Attributes:
         max_clipped: Share of a head's values that the base's range clips and the fine-tune's own

@@ -63,9 +63,16 @@ def scheme_options(command: Command) -> Command:
 
 def json_option(command: Command) -> Command:
     """Adds ``--json``."""
-    return click.option(
-        "--json", "as_json", is_flag=True, help="Print JSON instead of tables."
-    )(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(
+        command
+    )
+
+
+def plot_option(command: Command) -> Command:
+    """Adds ``--plot``."""
+    return click.option("--plot", metavar="FILE", help="Draw it into a .png, .svg or .pdf file.")(
+        command
+    )
 
 
 def verbose_option(command: Command) -> Command:

@@ -86,9 +86,7 @@ def show_file(name: str, plot: str | None, as_json: bool, verbose: bool) -> None
 
         plot_heat_map(content, Path(plot))
     if as_json:
-        values = (
-            scales_values(content) if isinstance(content, KVScales) else stats_values(content)
-        )
+        values = scales_values(content) if isinstance(content, KVScales) else stats_values(content)
         print_json({"file": str(path), "kind": kind, **values})
         return
     summary = (
@@ -155,4 +153,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return value
-

@@ -81,12 +81,7 @@ def solve(
         SchemeError: A skipped layer that the model does not have.
     """
     method = method or RangeMethod()
-    beyond = [layer for layer in scheme.skip_layers if layer >= len(stats.geometry.layers)]
-    if beyond:
-        raise SchemeError(
-            f"cannot skip layer {max(beyond)}: the model has layers 0 to "
-            f"{len(stats.geometry.layers) - 1}"
-        )
+    scheme.check(stats.geometry)
     wanted = sorted(set(stats.geometry.attention_layers) - scheme.skip_layers)
     stats.check(wanted)
     layers = {

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The main job on a real model: calibrate a base and its LoRA fine-tune, ask whether the base's
-# scales still fit, look at the result. Run by `make demo`; a few minutes on two CPU cores.
+# The main job on a real model: calibrate a base on general text and its LoRA fine-tune on the text
+# that it is for, ask whether the base's scales still fit, look at the result.
+# Run by `make demo`; a few minutes on two CPU cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,11 +18,23 @@ step() {
     [ "$code" -eq 0 ] || { [ "$3" = drift ] && [ "$code" -eq 1 ]; } || exit "$code"
 }
 
-mkdir -p "$out"
-step "Scales for the base model" \
+mkdir -p "$out/python-source"
+# What the adapter was not trained on: the modules that its training order has last.
+"${PYTHON:-python}" - "$out/python-source" <<'PY'
+import pathlib, sys, tokenize
+sys.path.insert(0, "examples")
+from finetune_lora import source_files
+
+for file in source_files(seed=0)[-8:]:
+    with tokenize.open(file) as source:
+        pathlib.Path(sys.argv[1], f"{file.name}.txt").write_text(source.read(), encoding="utf-8")
+PY
+
+step "Scales for the base model, on English prose" \
     "$kvquant" calibrate "${settings[@]}" --output "$out/base"
-step "Scales for the fine-tune, a LoRA adapter trained on Python source" \
-    "$kvquant" calibrate "${settings[@]}" --adapter "$adapter" --output "$out/fine-tune"
+step "Scales for the fine-tune, a LoRA adapter for Python source, on such source" \
+    "$kvquant" calibrate "${settings[@]}" --adapter "$adapter" --data "$out/python-source" \
+    --output "$out/fine-tune"
 step "May the fine-tune keep the base's FP8 scales?" \
     "$kvquant" drift "$out/base.stats" "$out/fine-tune.stats"
 step "And with static INT8, per channel?" \
@@ -30,7 +43,7 @@ step "And with static INT8, per channel?" \
 step "INT8 scales for the fine-tune, from its saved statistics" \
     "$kvquant" solve "$out/fine-tune.stats" --format int8 --granularity per-channel \
     --output "$out/fine-tune-int8"
-step "What lies in the cache: a picture" \
+step "What lies in the fine-tune's cache: a picture" \
     "$kvquant" inspect "$out/fine-tune.stats" --plot "$out/fine-tune.png"
 
 printf '\nPictures and scales are in %s/\n' "$out"

@@ -18,7 +18,7 @@ _PUBLIC = {
     "load_scales": "storage",
     "save_scales": "storage",
 }
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The `kvquant` command: finds its subcommands through entry points and reports errors in one line."""
+"""The `kvquant` command: finds commands through entry points, reports errors in one line."""
 
 from __future__ import annotations
 

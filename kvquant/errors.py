@@ -7,7 +7,7 @@
     │   ├── DataError         calibration text that yields nothing usable
     │   └── FileFormatError   a scales or statistics file that cannot be read
     ├── SchemeError           a quantization scheme that cannot exist, or not on this model
-    ├── GeometryError         a config that does not say what its cache looks like, or says it wrongly
+    ├── GeometryError         a config that does not say what its cache looks like
     ├── NotObservedError      a layer, head or channel that calibration never saw
     └── FingerprintError      scales of one model offered to another
 

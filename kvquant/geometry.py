@@ -75,10 +75,12 @@ class LayerGeometry:
     def __str__(self) -> str:
         """For people: ``sliding (4,096), 8 KV heads of 128``."""
         if not self.keeps_tokens:
-            return self.kind.value if self.shared_from is None else f"shared from {self.shared_from}"
+            return (
+                self.kind.value if self.shared_from is None else f"shared from {self.shared_from}"
+            )
         window = "" if self.window is None else f" ({self.window:,})"
         heads = "1 KV head" if self.kv_heads == 1 else f"{self.kv_heads} KV heads"
-        dims = f"{self.key_dim}" if self.key_dim == self.value_dim else f"{self.key_dim}+{self.value_dim}"
+        dims = "+".join(map(str, dict.fromkeys((self.key_dim, self.value_dim))))
         return f"{self.kind.value}{window}, {heads} of {dims}"
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import SchemeError
+
+if TYPE_CHECKING:
+    from .geometry import CacheGeometry
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,30 @@ class QuantScheme:
         """Refuses negative layers."""
         if any(layer < 0 for layer in self.skip_layers):
             raise SchemeError(f"layers are counted from 0, not {min(self.skip_layers)}")
+
+    def check(self, geometry: CacheGeometry) -> None:
+        """Makes sure that the scheme fits a model's cache.
+
+        Raises:
+            SchemeError: A skipped layer that the model does not have, nothing left to quantize, or
+                a layer with an empty value slot.
+        """
+        last = len(geometry.layers) - 1
+        beyond = [layer for layer in self.skip_layers if layer > last]
+        if beyond:
+            raise SchemeError(f"cannot skip layer {max(beyond)}: the model has layers 0 to {last}")
+        quantized = sorted(set(geometry.attention_layers) - self.skip_layers)
+        if not quantized:
+            raise SchemeError(
+                f"nothing to quantize: of {last + 1} layers {len(geometry.attention_layers)} keep "
+                f"keys and values, and {len(self.skip_layers)} are skipped"
+            )
+        empty = [index for index in quantized if not geometry.layers[index].value_dim]
+        if empty:
+            raise SchemeError(
+                f"layer {empty[0]} caches nothing in its value slot, which is not supported: "
+                f"skip layers {','.join(map(str, empty))}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as stored in a file header."""

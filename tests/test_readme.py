@@ -24,7 +24,12 @@ def blocks(page: str, language: str) -> list[str]:
 
 def commands() -> list[str]:
     """Every line of documentation and help that calls kvquant."""
-    lines = [line.strip() for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    lines = [
+        line.strip()
+        for page in PAGES
+        for block in blocks(page, "sh")
+        for line in block.splitlines()
+    ]
     context = click.Context(kvquant)
     for name in kvquant.list_commands(context):
         command = kvquant.get_command(context, name)

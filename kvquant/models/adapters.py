@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import AdapterError
+from ..fingerprint import fingerprint, record_lineage
 from .attach import AdapterWarning, attach
 from .source import first_line
 from .switching import (
@@ -102,7 +103,8 @@ def activate(model: Any, names: Sequence[str]) -> Iterator[None]:
 def merge(model: Any, names: Sequence[str]) -> Any:
     """A copy of the base with the adapters `names` merged into its weights.
 
-    Neither the base nor the adapters of `model` change. Needs memory for a second model.
+    Neither the base nor the adapters of `model` change. Needs memory for a second model. The copy's
+    config notes what it was merged from, so that scales measured on the live adapters fit it.
 
     Raises:
         AdapterError: PEFT cannot merge these adapters, or the merged weights would not compute what
@@ -113,15 +115,18 @@ def merge(model: Any, names: Sequence[str]) -> Any:
         return copy.deepcopy(model)
     _check_magnitudes_alone(model, names)
     with activate(model, names):
+        origin = fingerprint(model)
         copied = copy.deepcopy(model)
     if not names:
         return detach(copied)
     _untie(copied, names)
     with without_warnings():
         try:
-            return copied.merge_and_unload(safe_merge=True, adapter_names=list(names))
+            merged = copied.merge_and_unload(safe_merge=True, adapter_names=list(names))
         except (ValueError, NotImplementedError, AttributeError) as error:
             raise AdapterError(f"cannot merge {', '.join(names)}: {first_line(error)}") from error
+    record_lineage(merged, origin)
+    return merged
 
 
 def _check_names(model: Any, names: Sequence[str]) -> None:

@@ -19,9 +19,7 @@ SMALL = ["--context-length", "64", "--samples", "3", "--chunk", "48"]
 
 
 @pytest.fixture(scope="module")
-def models(
-    tmp_path_factory: pytest.TempPathFactory, tiny: Any, save_tiny: Any
-) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory, tiny: Any, save_tiny: Any) -> dict[str, Path]:
     """Directories: a tiny base, another model, two adapters of the base, text."""
     from peft import LoraConfig, get_peft_model
 
@@ -255,7 +253,7 @@ def test_interrupted_runs_leave_the_old_output_and_go_on(
     assert "Traceback" not in stopped.stderr
     left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {name: left[name] for name in old} == old
-    assert left.keys() - old.keys() == {"out.partial.base"}
+    assert left.keys() - old.keys() == {"out.base.partial"}
 
     resumed = kvquant(*arguments)
     assert resumed.returncode == 0, resumed.stderr

@@ -86,10 +86,8 @@ def test_fp8_scales_are_amax_by_448_of_a_dynamic_cache(
                 values[index] = torch.maximum(values[index], layer.values.abs().max())
     scales = solve(base_stats, scheme("fp8"))
     for index, layer in scales.layers.items():
-        torch.testing.assert_close(layer.key.scale.item(), (keys[index] / 448).item(), rtol=2e-7, atol=0)
-        torch.testing.assert_close(
-            layer.value.scale.item(), (values[index] / 448).item(), rtol=2e-7, atol=0
-        )
+        assert layer.key.scale.item() == pytest.approx(keys[index].item() / 448, rel=2e-7)
+        assert layer.value.scale.item() == pytest.approx(values[index].item() / 448, rel=2e-7)
     assert len(scales.layers) == 30
     assert base_stats.tokens == 1536
     assert base_stats.provenance.longest_position == 512
@@ -113,7 +111,9 @@ def test_the_key_mean_is_what_a_head_spends_most_on(base_stats: CalibrationStats
 def test_halves_merge_to_the_whole(
     loaded: LoadedModel, blocks: Any, geometry: CacheGeometry, base_stats: CalibrationStats
 ) -> None:
-    parts = [collect(loaded.model, part, geometry, chunk=CHUNK) for part in (blocks[:2], blocks[2:])]
+    parts = [
+        collect(loaded.model, part, geometry, chunk=CHUNK) for part in (blocks[:2], blocks[2:])
+    ]
     merged = parts[0].merge(parts[1])
     for index, layer in base_stats.layers.items():
         for slot in ("key", "value"):
