@@ -36,7 +36,9 @@ def scheme_options(command: Command) -> Command:
             help=f"What shares a scale: {_GRANULARITIES}. Most engines read per-tensor.",
         ),
         click.option("--key-granularity", metavar="NAME", help="Granularity of the keys alone."),
-        click.option("--value-granularity", metavar="NAME", help="Granularity of the values alone."),
+        click.option(
+            "--value-granularity", metavar="NAME", help="Granularity of the values alone."
+        ),
         click.option(
             "--asymmetric", is_flag=True,
             help="Give int8 and int4 a zero point; FP8 has none.",
