@@ -12,7 +12,7 @@ from ..errors import AdapterError
 
 def base_model(model: Any) -> Any:
     """The Transformers model inside a PeftModel, or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def adapter_names(model: Any) -> list[str]:
