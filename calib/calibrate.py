@@ -127,11 +127,16 @@ def calibrate(request: Request, output: str) -> Calibration:
         notify=notify,
     )
     started = time.monotonic()
-    members = []
+    members, unfinished = [], []
     for name, adapters in _members(loaded, request.shared):
         with activate(loaded.model, adapters):
-            stats = _measure(request, loaded, blocks, geometry, length, name, output)
+            origin = _provenance(request, loaded, blocks, length, adapters)
+            resume = Resume(Path(f"{output}.{name}.partial"), origin, geometry)
+            stats = _measure(request, loaded, blocks, geometry, name, resume)
+        unfinished.append(resume)
         members.append(Member(name, stats, solve(stats, request.scheme, request.method)))
+    for resume in unfinished:
+        resume.discard()
     seconds = time.monotonic() - started
     scales = reduce(KVScales.union, (member.scales for member in members))
     return Calibration(scales, tuple(members), seconds)
@@ -206,15 +211,11 @@ def _measure(
     loaded: LoadedModel,
     blocks: TokenBlocks,
     geometry: CacheGeometry,
-    length: int,
     name: str,
-    output: str,
+    resume: Resume,
 ) -> CalibrationStats:
     """Statistics of the model as it is now, with provenance; continues an unfinished run."""
-    origin = _provenance(request, loaded, blocks, length, name)
-    resume = Resume(Path(f"{output}.{name}.partial"), origin, geometry)
-    done = resume.finished_blocks
-    left = blocks.blocks[done:]
+    left = blocks.blocks[resume.finished_blocks :]
     if not left:
         return resume.result(None)
     with token_progress(f"reading with {name}", sum(map(len, left))) as advance:
@@ -230,11 +231,16 @@ def _measure(
 
 
 def _provenance(
-    request: Request, loaded: LoadedModel, blocks: TokenBlocks, length: int, name: str
+    request: Request,
+    loaded: LoadedModel,
+    blocks: TokenBlocks,
+    length: int,
+    adapters: Sequence[str],
 ) -> Provenance:
+    paths = dict(zip(adapter_names(loaded.model), request.source.adapters, strict=True))
     return Provenance(
         model=request.source.requested,
-        adapters=() if name == BASE else tuple(map(str, request.source.adapters)),
+        adapters=tuple(str(paths[name]) for name in adapters),
         fingerprints=(fingerprint(loaded.model, loaded.tokenizer),),
         corpora=(asdict(blocks.report),),
         context_length=length,

@@ -44,10 +44,12 @@ class Resume:
         self._saved_at = time.monotonic()
 
     def result(self, stats: CalibrationStats | None) -> CalibrationStats:
-        """Everything together; the unfinished file is gone."""
-        joined = self._joined(stats, self._origin)
+        """What this run and an earlier one measured together."""
+        return self._joined(stats, self._origin)
+
+    def discard(self) -> None:
+        """Removes what was kept: the whole is finished."""
         self._path.unlink(missing_ok=True)
-        return joined
 
     def _joined(self, stats: CalibrationStats | None, origin: Provenance) -> CalibrationStats:
         parts = [_anonymous(part) for part in (self._earlier, stats) if part is not None]
