@@ -79,3 +79,33 @@ def test_layers_without_keys_and_values_get_none(
         if layer.keeps_tokens
     }
     assert scales == {3: (2, 16)}
+
+
+def calibrated(model: Any) -> Any:
+    """Per-channel scales from a few tokens."""
+    import torch
+
+    from calib.collect import collect
+    from calib.solve import solve
+    from kvquant.scheme import QuantScheme, TensorScheme, tensor_format
+
+    geometry = CacheGeometry.from_config(model.config)
+    tokens = torch.randint(3, 100, (2, 21), generator=torch.Generator().manual_seed(0))
+    tensor = TensorScheme(tensor_format("int8"), Granularity.PER_CHANNEL)
+    return solve(collect(model, tokens.tolist(), geometry, chunk=8), QuantScheme(tensor, tensor))
+
+
+def test_calibration_gives_each_layer_scales_of_its_width(gemma4: Any) -> None:
+    scales = calibrated(gemma4)
+    assert {i: tuple(layer.key.scale.shape) for i, layer in scales.layers.items()} == {
+        0: (2, 8),
+        1: (2, 16),
+        2: (2, 8),
+        3: (2, 16),
+    }
+
+
+def test_calibration_gives_scales_to_attention_layers_alone(tiny: Callable[..., Any]) -> None:
+    scales = calibrated(tiny("qwen3_next"))
+    assert list(scales.layers) == [3]
+    assert tuple(scales.layers[3].value.scale.shape) == (2, 16)
