@@ -111,6 +111,8 @@ def calibrate(request: Request, output: str) -> Calibration:
         output: Name that `save` will be given; beside it lie the statistics of an unfinished run,
             which is continued.
     """
+    if (request.device or "").startswith("mps"):
+        raise InputError("mps has no float64, which sums need to be exact: use --device cpu")
     for suffix in (".safetensors", ".stats"):
         storage.check_writable(Path(f"{output}{suffix}"))
     geometry = CacheGeometry.from_config(read_config(request.source))

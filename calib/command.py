@@ -86,7 +86,9 @@ EXIT_RECALIBRATE = 1
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     help="auto: as the checkpoint on a GPU, float32 on a CPU.",
 )
-@click.option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps. [default: best there is]")
+@click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1. [default: a GPU if there is one]"
+)
 @click.option(
     "--device-map", type=click.Choice(["auto"]), help="Spread the model over all GPUs and the CPU."
 )

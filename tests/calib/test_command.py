@@ -186,6 +186,8 @@ def bad_inputs(models: dict[str, Path], tmp_path: Path) -> dict[str, tuple[list[
         "adapter of another base": (
             [*calibrate(models["other"], out), "-a", models["lora-a"]], "lora-a",
         ),
+        "mps": ([*calibrate(base, out), "--device", "mps"], "--device cpu"),
+        "no such device": ([*calibrate(base, out), "--device", "cuda:9"], "cuda:9"),
         "no text": ([*calibrate(base, out), "-d", empty], "no usable tokens"),
         "binary text": ([*calibrate(base, out), "-d", binary], "binary"),
         "missing data": ([*calibrate(base, out), "-d", tmp_path / "gone.txt"], "gone.txt"),
