@@ -5,7 +5,7 @@
     python benchmarks/calibrate.py --peer           the same tokens through llm-compressor as well
 
 Everything is measured in one run on SmolLM2 and printed as ratios; machines differ, ratios less.
-Rows are appended to benchmarks/results/calibrate.csv. Peak memory is of a fresh process each.
+Rows are appended to benchmarks/results/calibrate.csv.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import argparse
 import csv
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 import venv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +50,17 @@ def main() -> None:
 
 
 def short_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time against the plain passes, in one process; memory in two; the command in a third."""
-    both = run_part("both", args)
-    plain, recorded = run_part("plain", args), run_part("recorded", args)
-    command = run_command(args)
+    """Time and memory against the plain passes, each in one process; the command in another."""
+    both, memory = run_part("both", args), run_part("memory", args)
     return [
         row("calibration / plain passes", both["recorded"], both["plain"], "s", 1.25),
         row(
-            "memory added by statistics and solving",
-            recorded["peak_mb"] - plain["peak_mb"], None, "MB", 100,
+            "memory added by recording and solving",
+            memory["recorded"] - memory["plain"], None, "MB", 100,
         ),
         row(
             "whole command / (load + plain passes)",
-            command, both["load"] + both["plain"], "s", 1.7,
+            run_command(args), both["load"] + both["plain"], "s", 1.7,
         ),
     ]  # fmt: skip
 
@@ -70,11 +68,8 @@ def short_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 def long_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Peak memory of long samples, streamed in chunks."""
     args.samples, args.context_length = 1, 8192
-    plain, recorded = run_part("plain", args), run_part("recorded", args)
-    return [
-        row("peak memory at 8,192 tokens", recorded["peak_mb"], plain["peak_mb"], "MB", 1.1),
-        row("time at 8,192 tokens", recorded["seconds"], plain["seconds"], "s", 1.25),
-    ]
+    memory = run_part("memory", args)
+    return [row("peak memory at 8,192 tokens", memory["recorded"], memory["plain"], "MB", 1.1)]
 
 
 def part_both(args: argparse.Namespace) -> dict[str, float]:
@@ -90,21 +85,17 @@ def part_both(args: argparse.Namespace) -> dict[str, float]:
     return {"load": load, **{name: min(values) for name, values in times.items()}}
 
 
-def part_plain(args: argparse.Namespace) -> dict[str, float]:
-    """Peak memory of the plain passes."""
-    loaded, blocks, _ = prepare(args)
-    seconds = timed(lambda: plain_pass(loaded.model, blocks))
-    return {"peak_mb": peak_mb(), "seconds": seconds}
-
-
-def part_recorded(args: argparse.Namespace) -> dict[str, float]:
-    """Peak memory of recording and solving."""
+def part_memory(args: argparse.Namespace) -> dict[str, float]:
+    """Peak resident memory of the plain passes and of calibration, each from a fresh mark."""
     loaded, blocks, geometry = prepare(args)
-    seconds = timed(lambda: recorded_pass(loaded.model, blocks, geometry))
-    return {"peak_mb": peak_mb(), "seconds": seconds}
+    plain = peak_mb(lambda: plain_pass(loaded.model, blocks))
+    return {
+        "plain": plain,
+        "recorded": peak_mb(lambda: recorded_pass(loaded.model, blocks, geometry)),
+    }
 
 
-PARTS = {"both": part_both, "plain": part_plain, "recorded": part_recorded}
+PARTS = {"both": part_both, "memory": part_memory}
 
 
 def prepare(args: argparse.Namespace) -> Any:
@@ -156,6 +147,7 @@ def run_part(part: str, args: argparse.Namespace) -> dict[str, float]:
     """One measurement in a process of its own."""
     command = [sys.executable, __file__, "--part", part, "--model", args.model]
     command += ["--samples", str(args.samples), "--context-length", str(args.context_length)]
+    print(f"measuring: {part} …", file=sys.stderr, flush=True)
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     values: dict[str, float] = json.loads(output.splitlines()[-1])
     return values
@@ -185,7 +177,7 @@ def peer_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         tokens = Path(directory) / "tokens.json"
         tokens.write_text(json.dumps([list(map(int, block)) for block in blocks]))
-        command = [str(python), str(HERE / "peer_llmcompressor.py")]
+        command = [str(python), str(HERE / "peers" / "llmcompressor_kv.py")]
         command += [str(resolve(args.model).model), str(tokens), f"{directory}/out"]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     peer = json.loads(output.splitlines()[-1])
@@ -235,9 +227,12 @@ def timed(action: Any) -> float:
     return time.perf_counter() - started
 
 
-def peak_mb() -> float:
-    """Peak resident memory of this process so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+def peak_mb(action: Callable[[], None]) -> float:
+    """Largest resident memory of this process while `action` runs, in MB (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # puts the high-water mark back to now
+    action()
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
 
 if __name__ == "__main__":

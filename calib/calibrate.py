@@ -16,7 +16,7 @@ from kvquant import storage
 from kvquant.errors import InputError
 from kvquant.fingerprint import fingerprint
 from kvquant.geometry import CacheGeometry
-from kvquant.models.adapters import activate, adapter_names
+from kvquant.models.adapters import BASE, activate, adapter_names
 from kvquant.models.loading import (
     LoadedModel,
     ModelSource,
@@ -40,8 +40,6 @@ from .stats_file import save_stats
 DEFAULT_CONTEXT = 8192
 DEFAULT_TOKENS = 32768
 MIN_SAMPLES = 4
-BASE = "base"
-"""Name of the model without its adapters among the members that share scales."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,8 @@ def calibrate(request: Request, output: str) -> Calibration:
     """
     if (request.device or "").startswith("mps"):
         raise InputError("mps has no float64, which sums need to be exact: use --device cpu")
+    if request.shared and not request.source.adapters:
+        raise InputError("--shared joins the base and its adapters: give at least one --adapter")
     for suffix in (".safetensors", ".stats"):
         storage.check_writable(Path(f"{output}{suffix}"))
     geometry = CacheGeometry.from_config(read_config(request.source))
@@ -129,34 +129,39 @@ def calibrate(request: Request, output: str) -> Calibration:
         notify=notify,
     )
     started = time.monotonic()
-    members, unfinished = [], []
+    members = []
     for name, adapters in _members(loaded, request.shared):
         with activate(loaded.model, adapters):
             origin = _provenance(request, loaded, blocks, length, adapters)
-            resume = Resume(Path(f"{output}.{name}.partial"), origin, geometry)
+            partial = Path(f"{_stem(output, name, request.shared)}.partial")
+            resume = Resume(partial, origin, geometry)
             stats = _measure(request, loaded, blocks, geometry, name, resume)
-        unfinished.append(resume)
         members.append(Member(name, stats, solve(stats, request.scheme, request.method)))
-    for resume in unfinished:
-        resume.discard()
     seconds = time.monotonic() - started
     scales = reduce(KVScales.union, (member.scales for member in members))
     return Calibration(scales, tuple(members), seconds)
 
 
 def save(calibration: Calibration, output: str) -> list[Path]:
-    """Writes the scales and, beside them, the statistics; returns the files."""
+    """Writes the scales and, beside them, the statistics; returns the files.
+
+    What was kept for the case that the run does not finish is needed no more only then.
+    """
     members = calibration.members
-    stats_paths = (
-        [Path(f"{output}.stats")]
-        if len(members) == 1
-        else [Path(f"{output}.{member.name}.stats") for member in members]
-    )
+    stems = [_stem(output, member.name, len(members) > 1) for member in members]
+    stats_paths = [Path(f"{stem}.stats") for stem in stems]
     for member, path in zip(members, stats_paths, strict=True):
         save_stats(member.stats, path)
     scales_path = Path(f"{output}.safetensors")
     storage.save_scales(calibration.scales, scales_path)
+    for stem in stems:
+        Path(f"{stem}.partial").unlink(missing_ok=True)
     return [scales_path, *stats_paths]
+
+
+def _stem(output: str, member: str, shared: bool) -> str:
+    """Name of a member's own files, without suffix."""
+    return f"{output}.{member}" if shared else output
 
 
 def context_length(asked: int | None, geometry: CacheGeometry) -> int:
@@ -192,17 +197,11 @@ def _blocks(request: Request, source: ModelSource, length: int, samples: int) ->
 
 
 def _members(loaded: LoadedModel, shared: bool) -> Iterator[tuple[str, list[str]]]:
-    """Names of what is measured, and the adapters active in each.
-
-    Raises:
-        InputError: ``--shared`` without an adapter.
-    """
+    """Names of what is measured, and the adapters active in each."""
     names = adapter_names(loaded.model)
     if not shared:
         yield "+".join(names) or BASE, names
         return
-    if not names:
-        raise InputError("--shared joins the base and its adapters: give at least one --adapter")
     yield BASE, []
     for name in names:
         yield name, [name]

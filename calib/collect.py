@@ -74,6 +74,7 @@ def collect(
             infinite keys or values.
     """
     _check_tokens(model, blocks)
+    chunk = min(chunk, sum(map(len, blocks)))
     watcher = watcher or Watcher()
     skipped = frozenset(skip_layers)
     base = base_model(model)
@@ -85,13 +86,11 @@ def collect(
             for batch in batches(blocks, chunk):
                 _read(base, recorder, batch, chunk, watcher)
                 finished += len(batch)
-                watcher.finished(finished, lambda: _snapshot(recorder, geometry))
+                watcher.finished(finished, lambda: _checked(recorder, geometry, skipped))
     finally:
         for module in training:
             module.training = True
-    stats = _snapshot(recorder, geometry)
-    stats.check(set(geometry.attention_layers) - skipped)
-    return stats
+    return _checked(recorder, geometry, skipped)
 
 
 def batches(blocks: Iterable[Block], chunk: int) -> Iterator[list[Block]]:
@@ -133,8 +132,12 @@ def _read(
     recorder.release(cache)
 
 
-def _snapshot(recorder: Recorder, geometry: CacheGeometry) -> CalibrationStats:
+def _checked(
+    recorder: Recorder, geometry: CacheGeometry, skipped: frozenset[int]
+) -> CalibrationStats:
+    """A copy of the statistics so far, all layers seen and finite."""
     layers = {index: layer.to("cpu") for index, layer in sorted(recorder.layers.items())}
     stats = CalibrationStats(geometry, layers)
+    stats.check(set(geometry.attention_layers) - skipped)
     counts = Provenance(tokens=stats.tokens, longest_position=recorder.longest_position)
     return replace(stats, provenance=counts)

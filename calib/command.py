@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import click
+
+from kvquant.errors import InputError
 
 from .options import (
     build_method,
@@ -119,7 +122,8 @@ def calibrate(
     scheme, method = build_scheme(options), build_method(options)
     source = resolve(options.pop("model"), base=options.pop("base"), adapters=adapters)
     request = run.Request(source, scheme, method, **options)
-    name = output_name(output or f"{Path(source.requested).name}-kv")
+    default = f"{Path(source.requested).expanduser().resolve().name}-kv"
+    name = output_name(default if output is None else output)
     calibration = run.calibrate(request, name)
     files = run.save(calibration, name)
     show_calibration(calibration, files, as_json, verbose)
@@ -173,10 +177,14 @@ def merge(stats: tuple[str, ...], output: str, as_json: bool) -> None:
       kvquant merge part-a.stats part-b.stats -o whole
     """
     from .output import print_json
+    from .progress import notify
     from .stats import merge_all
     from .stats_file import save_stats
 
     joined = merge_all(load_stats_named(path) for path in stats)
+    texts = [str(corpus.get("sha256")) for corpus in joined.provenance.corpora]
+    if len(set(texts)) < len(texts):
+        notify("warning: parts that read the same text count it several times; is a file repeated?")
     path = Path(f"{output_name(output)}.stats")
     save_stats(joined, path)
     if as_json:
@@ -272,10 +280,20 @@ def inspect(file: str, plot: str | None, as_json: bool, verbose: bool) -> None:
 
 
 def output_name(output: str) -> str:
-    """`output` without a suffix that would be appended again."""
+    """`output` without a suffix that would be appended again.
+
+    Raises:
+        InputError: The name of a directory, not of a file in it.
+    """
+    name = output
     for suffix in (".safetensors", ".stats"):
-        output = output.removesuffix(suffix)
-    return output
+        name = name.removesuffix(suffix)
+    if os.path.basename(name) in ("", ".", ".."):
+        raise InputError(
+            f"--output {output!r} names no file: give a name without suffix, such as "
+            f"{os.path.join(name, 'ft-scales')}"
+        )
+    return os.path.expanduser(name)
 
 
 def load_stats_named(path: str) -> Any:

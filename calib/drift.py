@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -182,13 +182,11 @@ def drift(
         FingerprintError: The two have caches of different geometry.
         InputError: They cover different layers, or the scheme leaves none to compare.
         NotObservedError: A layer that the scheme quantizes was not recorded.
-        SchemeError: A skipped layer that the model does not have.
+        SchemeError: A skipped layer that the model does not have, or nothing left.
     """
     _check_comparable(base, tuned, scheme)
     base_scales, own_scales = solve(base, scheme, method), solve(tuned, scheme, method)
     costs = head_costs(tuned, base_scales, own_scales)
-    if not costs:
-        raise InputError("the scheme skips every layer: there is nothing to compare")
     return DriftReport(
         heads=tuple(_head_drift(cost, base, tuned) for cost in costs),
         scheme=scheme,
@@ -201,7 +199,8 @@ def drift(
 
 
 def _check_comparable(base: CalibrationStats, tuned: CalibrationStats, scheme: QuantScheme) -> None:
-    if base.geometry != tuned.geometry:
+    # How far either may read is no part of what a scale must fit.
+    if replace(base.geometry, max_positions=tuned.geometry.max_positions) != tuned.geometry:
         raise FingerprintError(
             f"the base has a {base.geometry.summary()}; the fine-tune a "
             f"{tuned.geometry.summary()}: scales of one cannot serve the other"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from kvquant.scheme import (
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FORMATS = f"fp8 or one of {', '.join(format_names())}"
+_LAYER = re.compile("[0-9]{1,5}")  # no set of ten billion numbers
 _GRANULARITIES = ", ".join(g.value for g in Granularity)
 
 
@@ -54,8 +56,8 @@ def scheme_options(command: Command) -> Command:
             "squared error is least.",
         ),
         click.option(
-            "--percentile", type=float, default=99.99, show_default=True, metavar="P",
-            help="Share of values in percent that --method percentile covers.",
+            "--percentile", type=float, metavar="P",
+            help="Share of values in percent that --method percentile covers. [default: 99.99]",
         ),
     ]  # fmt: skip
     for option in reversed(options):
@@ -107,11 +109,16 @@ def build_method(options: dict[str, Any]) -> Any:
     """Takes the range method out of a command's options.
 
     Raises:
-        SchemeError: A percentile that covers less than half.
+        SchemeError: A percentile that covers less than half, or that the method does not use.
     """
     from .solve import Method, RangeMethod
 
-    return RangeMethod(Method(options.pop("method")), options.pop("percentile"))
+    method, percentile = Method(options.pop("method")), options.pop("percentile")
+    if percentile is None:
+        return RangeMethod(method)
+    if method is not Method.PERCENTILE:
+        raise SchemeError(f"--percentile goes with --method percentile, not with {method.value}")
+    return RangeMethod(method, percentile)
 
 
 def _layer_set(text: str) -> frozenset[int]:
@@ -122,8 +129,9 @@ def _layer_set(text: str) -> frozenset[int]:
     """
     layers: set[int] = set()
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        first, dash, last = part.partition("-")
+        ends = (first, last if dash else first)
+        if not all(_LAYER.fullmatch(end) for end in ends) or int(ends[0]) > int(ends[1]):
             raise SchemeError(f"--skip-layers takes layers such as 0,1,4-7, not {text!r}")
-        layers |= set(range(int(first), int(last or first) + 1))
+        layers |= set(range(int(ends[0]), int(ends[1]) + 1))
     return frozenset(layers)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from kvquant.errors import FileFormatError
 from kvquant.scales import KVScales, TensorScales
 from kvquant.storage import find, kind_of, load_scales
 
@@ -76,8 +77,11 @@ def show_file(name: str, plot: str | None, as_json: bool, verbose: bool) -> None
     """
     from .tables import provenance_panel, scales_summary, stats_summary
 
-    path = find(name, ".safetensors")
-    path = path if path.exists() else find(name, ".stats")
+    places = [find(name, suffix) for suffix in (".safetensors", ".stats")]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        tried = " nor ".join(dict.fromkeys(map(str, places)))
+        raise FileFormatError(f"there is no file {tried}: name one that `kvquant calibrate` wrote")
     kind = kind_of(path)
     content: KVScales | CalibrationStats
     content = load_stats(path) if kind == "stats" else load_scales(path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from kvquant.errors import FileFormatError
 from kvquant.geometry import CacheGeometry
 from kvquant.provenance import Provenance
 
@@ -47,10 +49,6 @@ class Resume:
         """What this run and an earlier one measured together."""
         return self._joined(stats, self._origin)
 
-    def discard(self) -> None:
-        """Removes what was kept: the whole is finished."""
-        self._path.unlink(missing_ok=True)
-
     def _joined(self, stats: CalibrationStats | None, origin: Provenance) -> CalibrationStats:
         parts = [_anonymous(part) for part in (self._earlier, stats) if part is not None]
         joined = merge_all(parts)
@@ -64,13 +62,20 @@ class Resume:
 
     def _find(self, geometry: CacheGeometry) -> CalibrationStats | None:
         """An earlier run's statistics, if they are of the same model, text and settings."""
-        if not self._path.exists():
+        if not os.path.lexists(self._path):
             return None
-        earlier = load_stats(self._path)
+        try:
+            earlier = load_stats(self._path)
+        except FileFormatError as error:
+            notify(f"starting anew: {error}")
+            return None
         theirs = replace(earlier.provenance, tokens=0, longest_position=0, command=())
         corpora = tuple({k: v for k, v in c.items() if k != "finished"} for c in theirs.corpora)
         same = replace(theirs, corpora=corpora) == replace(self._origin, command=())
-        return earlier if same and earlier.geometry == geometry else None
+        if same and earlier.geometry == geometry:
+            return earlier
+        notify(f"starting anew: {self._path} is of another model, text, version or setting")
+        return None
 
 
 def _anonymous(stats: CalibrationStats) -> CalibrationStats:

@@ -218,7 +218,10 @@ class CalibrationStats:
             InputError: They cover different layers.
         """
         if self.geometry != other.geometry:
-            raise FingerprintError("statistics of two different cache geometries do not merge")
+            raise FingerprintError(
+                f"statistics do not merge: the first are of a {self.geometry.summary()}; "
+                f"the second of a {other.geometry.summary()}"
+            )
         if self.layers.keys() != other.layers.keys():
             only = sorted(self.layers.keys() ^ other.layers.keys())
             raise InputError(f"statistics cover different layers: {only} in one of them only")

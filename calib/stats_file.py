@@ -56,11 +56,45 @@ def load_stats(path: Path) -> CalibrationStats:
         for prefix, slot in header["slots"].items():
             _, index, name = prefix.split(".")
             layers.setdefault(int(index), {})[name] = _channel_stats(tensors, prefix, slot)
-        return CalibrationStats(
+        stats = CalibrationStats(
             CacheGeometry.from_dict(header["geometry"]),
             {index: LayerStats(**slots) for index, slots in sorted(layers.items())},
             Provenance.from_dict(header["provenance"]),
         )
+        _check(stats)
+        return stats
+
+
+def _check(stats: CalibrationStats) -> None:
+    """Holds the tensors against what statistics of such a cache would be.
+
+    Raises:
+        ValueError: A layer that the geometry lacks, or a tensor of another shape or dtype.
+        InputError: Something is not finite.
+        NotObservedError: A layer without tokens.
+    """
+    for index, layer in stats.layers.items():
+        if index not in stats.geometry.attention_layers:
+            raise ValueError(f"it has layer {index}, the model keeps none there")
+        shape = stats.geometry.layers[index]
+        for slot, dim in zip(_SLOTS, (shape.key_dim, shape.value_dim), strict=True):
+            found: ChannelStats = getattr(layer, slot)
+            empty = ChannelStats.empty(shape.kv_heads, dim, rotary=found.rotary)
+            tensors = _tensors(found)
+            for name, model in _tensors(empty).items():
+                if (tensors[name].shape, tensors[name].dtype) != (model.shape, model.dtype):
+                    raise ValueError(
+                        f"layers.{index}.{slot}.{name} is {_kind(tensors[name])}, not "
+                        f"{_kind(model)}"
+                    )
+            if not isinstance(found.tokens, int):
+                raise ValueError(f"layers.{index}.{slot} has {found.tokens!r} tokens")
+    stats.check()
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """``float32 [2, 16]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _tensors(channel: ChannelStats) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
 from importlib.metadata import EntryPoint, entry_points
@@ -15,6 +17,8 @@ from .errors import KVQuantError
 COMMAND_GROUP = "kvquant.commands"
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
+EXIT_TERMINATED = 143
 
 
 class EntryPointGroup(click.Group):
@@ -32,6 +36,20 @@ class EntryPointGroup(click.Group):
                 return command
         return None
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command; a closed pipe is not 1, the answer of click and rich.
+
+        That is a verdict of `kvquant drift`.
+        """
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            ctx.exit(EXIT_PIPE)
+        except SystemExit as stop:
+            if isinstance(stop.__context__, BrokenPipeError):
+                ctx.exit(EXIT_PIPE)
+            raise
+
 
 @click.group(
     cls=EntryPointGroup,
@@ -48,13 +66,20 @@ def kvquant() -> None:
       kvquant drift base-scales.stats ft-scales.stats
 
     Exit codes: 0 done, 1 a check said no (drift: recalibrate), 2 wrong use or input,
-    130 interrupted.
+    130 interrupted, 141 nobody reads the output, 143 terminated.
     """
 
 
 def main() -> None:
     """Console entry point."""
-    sys.exit(run(sys.argv[1:]))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that has no ± shows ?
+    # Unwinds, so that temporary files go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+    code = run(sys.argv[1:])
+    _drop_unwritten()
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -66,10 +91,10 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        code = kvquant.main(args=arguments, prog_name="kvquant", standalone_mode=False)
-        return code if isinstance(code, int) else 0
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
+        code = _invoke(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except click.ClickException as error:
         error.show()
         return EXIT_USAGE
@@ -79,6 +104,29 @@ def _run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; existing files are as they were", err=True)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return EXIT_PIPE
+    except OSError as error:
+        where = error.filename or "the output"
+        click.echo(f"error: cannot read or write {where}: {error.strerror or error}", err=True)
+        return EXIT_USAGE
+
+
+def _invoke(arguments: list[str]) -> int:
+    try:
+        code = kvquant.main(args=arguments, prog_name="kvquant", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _drop_unwritten() -> None:
+    """Lets the interpreter end without one more try to write what nobody takes."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

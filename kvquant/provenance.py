@@ -110,11 +110,12 @@ class Provenance:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Provenance:
         """Inverse of `to_dict`."""
-        tuples = ("adapters", "corpora", "command", "notes")
+        tuples = ("adapters", "command", "notes")
         return cls(
             **{
                 **values,
                 **{name: tuple(values[name]) for name in tuples},
+                "corpora": tuple(map(dict, values["corpora"])),
                 "fingerprints": tuple(map(Fingerprint.from_dict, values["fingerprints"])),
             }
         )

@@ -187,7 +187,10 @@ class KVScales:
             FingerprintError: They fit different geometries.
         """
         if self.geometry != other.geometry:
-            raise FingerprintError("scales of two different cache geometries cannot be shared")
+            raise FingerprintError(
+                f"scales of different caches cannot be shared: {self.geometry.summary()}; and "
+                f"{other.geometry.summary()}"
+            )
         if self.scheme != other.scheme:
             raise SchemeError(f"scales to share have two schemes: {self.scheme}; {other.scheme}")
         layers = {

@@ -11,7 +11,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,8 @@ def _temporary(path: Path, size: int = 0) -> Iterator[tuple[Path, Path]]:
     temporary = target.parent / f".kvquant-{secrets.token_hex(8)}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            target.lstat()  # a name that is too long
         try:
             yield temporary, target
         finally:

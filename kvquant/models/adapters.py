@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import AdapterError
 from ..fingerprint import fingerprint, record_lineage
-from .attach import AdapterWarning, attach
+from .attach import BASE, AdapterWarning, attach
 from .source import first_line
 from .switching import (
     AdapterState,
@@ -28,6 +28,7 @@ from .switching import (
 )
 
 __all__ = [
+    "BASE",
     "AdapterInfo",
     "AdapterWarning",
     "activate",

@@ -14,6 +14,9 @@ from ..errors import AdapterError
 from .source import first_line, read_adapter_config
 from .switching import base_model, detach, set_active, without_warnings
 
+BASE = "base"
+"""Stands for the model without its adapters; no adapter gets this name."""
+
 _PREFIX = "base_model.model."
 # Initialisations that subtract from the base's weights what they put into the adapter.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -110,16 +113,17 @@ def _unique_names(files: Sequence[_AdapterFile], model: Any) -> list[str]:
     """Directory names, fit to be names of modules: ``a/fine``, ``b/fine`` → ``fine-1``, ``fine-2``.
 
     PEFT finds an adapter's tensors by its name between dots, and resets an adapter whose name is
-    part of its type's prefix (``lora_``): names that occur there, in the model, or as a method of a
-    module dictionary get a number too.
+    part of its type's prefix (``lora_``): names that occur there, in the model, in an adapter's
+    tensors (``lora_A``), or as a method of a module dictionary get a number too.
     """
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
     from torch.nn import ModuleDict, ParameterDict
 
     stems = [re.sub(r"[^\w-]", "_", Path(file.path).resolve().name) for file in files]
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(files[0].config.peft_type, "")
-    taken = {part for key in model.state_dict() for part in key.split(".")}
-    taken |= {*dir(ModuleDict()), *dir(ParameterDict())}
+    keys = itertools.chain(model.state_dict(), *(file.tensors for file in files))
+    taken = {part for key in keys for part in key.split(".")}
+    taken |= {BASE, *dir(ModuleDict()), *dir(ParameterDict())}
     names: list[str] = []
     for stem in stems:
         plain = stems.count(stem) == 1 and stem not in taken and stem not in prefix

@@ -255,10 +255,20 @@ def _read_weights(
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         try:
             model, info = auto_class.from_pretrained(
-                source.model, dtype=dtype, output_loading_info=True, **options
+                source.model,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # to be refused below, with names and shapes
+                **options,
             )
         except Exception as error:
             raise ModelError(f"cannot load {source}: {first_line(error)}") from error
+    if info["mismatched_keys"]:
+        name, held, configured = sorted(info["mismatched_keys"])[0]
+        raise ModelError(
+            f"{len(info['mismatched_keys'])} weights of {source} do not fit its config: {name} is "
+            f"{list(held)}, the config makes it {list(configured)}; is that the right config.json?"
+        )
     return model, set(info["missing_keys"])
 
 

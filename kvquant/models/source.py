@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
 )
 _WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
 _TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".json", ".pt")
 
 # Types that add entries to the cache which are not the model's own keys and values.
@@ -92,7 +92,7 @@ def resolve(name: str, *, base: str | None = None, adapters: Sequence[str] = ())
 
 def is_adapter_directory(path: str | Path) -> bool:
     """Whether `path` is a directory with a PEFT adapter config."""
-    return (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+    return bool(str(path)) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter_config(directory: str | Path) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
             that puts entries into the cache which are not the model's keys and values.
     """
     path = Path(directory).expanduser()
-    if not path.is_dir():
-        raise AdapterError(f"no adapter directory at {directory}")
+    if not str(directory) or not path.is_dir():
+        raise AdapterError(f"no adapter directory at {str(directory) or repr('')}")
     if not (path / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{directory} is no PEFT adapter: it has no {ADAPTER_CONFIG}")
     config = _read_json(path / ADAPTER_CONFIG, AdapterError)
@@ -187,12 +187,16 @@ def fetch(
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         cached = Path(snapshot_download(model, local_files_only=True))
         if complete(cached):
             return cached
+    except HFValidationError as error:
+        raise ModelError(
+            f"there is no file or directory {model}, and no model on the hub can be called that"
+        ) from error
     except LocalEntryNotFoundError:
         pass
     announce()
@@ -240,13 +244,13 @@ def _locate(name: str) -> ModelSource:
         directory, gguf_file = smollm2.locate()
         return ModelSource(directory, gguf_file=gguf_file)
     if not _HUB_ID.fullmatch(name) or name.endswith(_FILE_ENDINGS):
-        raise ModelError(f"there is no file or directory {name}")
+        raise ModelError(f"there is no file or directory {name or repr(name)}")
     return ModelSource(name)
 
 
 def _locate_base(adapter: str, config: dict[str, Any], base: str | None) -> ModelSource:
     """The model that an adapter goes on: `base`, or the one its config names."""
-    name = base or config.get("base_model_name_or_path")
+    name = config.get("base_model_name_or_path") if base is None else base
     if not name:
         raise AdapterError(f"{adapter}/{ADAPTER_CONFIG} names no base model: give it with --base")
     beside = Path(adapter).expanduser() / name

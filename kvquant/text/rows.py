@@ -77,12 +77,14 @@ def read_rows(
             "better (--data)"
         )
         return Rows("pydoc_data.topics", [_help_topics()])
+    if not data:
+        raise DataError("the name of the data is empty: give a file, a directory or a data set")
     path = Path(data).expanduser()
     if path.is_dir():
         return Rows(data, _directory_rows(path, text_field, chat, notify))
     if path.is_file():
         return Rows(data, _file_rows(path, text_field, chat))
-    if path.suffix in _SUFFIXES or data.startswith(("/", ".", "~")) or data.count("/") > 1:
+    if _kind(path) in _SUFFIXES or data.startswith(("/", ".", "~")) or data.count("/") > 1:
         raise DataError(f"there is no file or directory {data}")
     records = _dataset_records(data, split)
     return Rows(f"{data} ({split})", _pick(records, data, text_field, chat))
@@ -102,9 +104,13 @@ def _help_topics() -> str:
 def _directory_rows(
     directory: Path, text_field: str | None, chat: bool, notify: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Rows of all files below `directory`, file by file."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    readable = [path for path in files if path.suffix in _SUFFIXES]
+    """Rows of all files below `directory`, file by file; hidden ones are others' caches."""
+    files = sorted(
+        path
+        for path in directory.rglob("*")
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(directory).parts)
+    )
+    readable = [path for path in files if _kind(path) in _SUFFIXES]
     if not readable:
         raise DataError(f"{directory} has no {', '.join(_SUFFIXES)} file ({len(files)} others)")
     if len(readable) < len(files):
@@ -113,13 +119,19 @@ def _directory_rows(
 
 
 def _file_rows(path: Path, text_field: str | None, chat: bool) -> Iterable[Row]:
-    if path.suffix == ".txt":
+    kind = _kind(path)
+    if kind == ".txt":
         return [path]
-    if path.suffix == ".jsonl":
+    if kind == ".jsonl":
         return _pick(_json_lines(path), str(path), text_field, chat)
-    if path.suffix == ".parquet":
+    if kind == ".parquet":
         return _pick(_parquet_records(path), str(path), text_field, chat)
     raise DataError(f"{path} is of no known kind: possible are {', '.join(_SUFFIXES)}")
+
+
+def _kind(path: Path) -> str:
+    """Its suffix, ``.txt`` for ``NOTES.TXT`` too."""
+    return path.suffix.lower()
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
@@ -183,7 +195,6 @@ def _pick(records: Iterator[Any], source: str, text_field: str | None, chat: boo
             seen.update(dict.fromkeys(record))
             yield _row(record.get(field))
         else:
-            found = True
             yield _row(record)
     if seen and not found:
         raise DataError(f"no row of {source} has a field {field!r}: there are {', '.join(seen)}")

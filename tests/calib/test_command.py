@@ -182,6 +182,16 @@ def bad_inputs(models: dict[str, Path], tmp_path: Path) -> dict[str, tuple[list[
         "layer that is not there": ([*calibrate(base, out), "--skip-layers", "7"], "0 to 1"),
         "all layers skipped": ([*calibrate(base, out), "--skip-layers", "0-1"], "nothing"),
         "not a layer": ([*calibrate(base, out), "--skip-layers", "x"], "0,1,4-7"),
+        "layers without end": ([*calibrate(base, out), "--skip-layers", "0-"], "0,1,4-7"),
+        "layers backwards": ([*calibrate(base, out), "--skip-layers", "1-0"], "0,1,4-7"),
+        "too many layers": ([*calibrate(base, out), "--skip-layers", "0-99999999999"], "0,1,4-7"),
+        "unused percentile": ([*calibrate(base, out), "--percentile", "99"], "not with amax"),
+        "output is a directory": ([*calibrate(base, out), "-o", f"{tmp_path}/"], "names no file"),
+        "output without a name": ([*calibrate(base, out), "-o", ""], "names no file"),
+        "output name too long": ([*calibrate(base, out), "-o", tmp_path / ("x" * 250)], "too long"),
+        "neither scales nor statistics": (
+            ["inspect", out], f"{out}.safetensors nor {out}.stats",
+        ),
         "shared without adapter": ([*calibrate(base, out), "--shared"], "--adapter"),
         "adapter of another base": (
             [*calibrate(models["other"], out), "-a", models["lora-a"]], "lora-a",
@@ -257,7 +267,7 @@ def test_interrupted_runs_leave_the_old_output_and_go_on(
     assert "Traceback" not in stopped.stderr
     left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {name: left[name] for name in old} == old
-    assert left.keys() - old.keys() == {"out.base.partial"}
+    assert left.keys() - old.keys() == {"out.partial"}
 
     resumed = kvquant(*arguments)
     assert resumed.returncode == 0, resumed.stderr
@@ -270,3 +280,48 @@ def test_interrupted_runs_leave_the_old_output_and_go_on(
                 slot["rms"] = pytest.approx(slot["rms"])  # sums are added up in another order
     assert again["members"] == whole["members"]
     assert {path.name for path in tmp_path.iterdir()} == old.keys()
+
+
+def test_an_unfinished_file_that_is_no_good_is_left_out(
+    models: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(calibrate(models["base"], tmp_path / "out")) == 0
+    stats = (tmp_path / "out.stats").read_bytes()
+    for name, content in (("broken", stats[:5000]), ("foreign", stats)):
+        (tmp_path / f"{name}.partial").write_bytes(content)
+        assert run(calibrate(models["lora-a"], tmp_path / name)) == 0
+        assert f"starting anew: {tmp_path / name}.partial" in capfd.readouterr().err
+        assert not (tmp_path / f"{name}.partial").exists()
+
+
+def test_a_calibration_that_cannot_be_saved_keeps_what_it_measured(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("calib.resume.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("kvquant.storage.check_writable", lambda path: None)
+    (tmp_path / "out.stats").mkdir()
+    assert run(calibrate(models["base"], tmp_path / "out")) == 2
+    assert (tmp_path / "out.partial").is_file()
+    (tmp_path / "out.stats").rmdir()
+    assert run(calibrate(models["base"], tmp_path / "out")) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out.stats", "out.safetensors"}
+
+
+def test_merging_one_text_twice_is_worth_a_warning(
+    models: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(calibrate(models["base"], tmp_path / "a")) == 0
+    assert run([*calibrate(models["base"], tmp_path / "b"), "--samples", "2"]) == 0
+    capfd.readouterr()
+    for other, warned in (("a", True), ("b", False)):
+        names = [str(tmp_path / name) for name in ("a", other)]
+        assert run(["merge", *names, "-o", str(tmp_path / "whole")]) == 0
+        assert ("warning: parts that read the same text" in capfd.readouterr().err) is warned
+
+
+def test_the_home_directory_of_an_output_is_found(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(calibrate(models["base"], Path("~/out"))) == 0
+    assert (tmp_path / "out.stats").is_file()

@@ -16,7 +16,7 @@ from calib.collect import collect
 from calib.drift import DriftReport, DriftThresholds, HeadDrift, drift
 from calib.solve import Method, RangeMethod
 from calib.stats import CalibrationStats, ChannelStats, LayerStats
-from kvquant.errors import FingerprintError, InputError
+from kvquant.errors import FingerprintError, InputError, SchemeError
 from kvquant.fingerprint import Fingerprint
 from kvquant.geometry import CacheGeometry, LayerGeometry, LayerKind
 from kvquant.provenance import Provenance
@@ -309,6 +309,12 @@ def test_means_are_compared_before_rotation_where_both_know_it() -> None:
     assert keys_only(drift(sides[0], sides[1], scheme("fp8"))).mean_shift == 0
 
 
+def test_a_fine_tune_for_longer_texts_has_the_same_cache() -> None:
+    base = stats_of((normal(), normal(seed=1)))
+    longer = replace(base, geometry=replace(base.geometry, max_positions=8192))
+    assert drift(base, longer, scheme("fp8_e4m3")).safe
+
+
 def test_another_geometry() -> None:
     with pytest.raises(FingerprintError, match=r"2 KV heads of 8.*2 KV heads of 16"):
         drift(stats_of((normal(), normal())), stats_of((normal(dim=16),) * 2), scheme("fp8"))
@@ -321,7 +327,7 @@ def test_other_layers() -> None:
         drift(base, tuned, scheme("fp8"))
     skipping = replace(scheme("fp8"), skip_layers=frozenset({1}))
     assert {head.layer for head in drift(base, tuned, skipping).heads} == {0}
-    with pytest.raises(InputError, match="skips every layer"):
+    with pytest.raises(SchemeError, match="nothing to quantize"):
         drift(base, base, replace(scheme("fp8"), skip_layers=frozenset({0, 1})))
 
 

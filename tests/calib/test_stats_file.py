@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def test_loaded_statistics_solve_and_merge_like_fresh_ones(
 
 def test_more_than_nine_layers_keep_their_order(stats: CalibrationStats, tmp_path: Path) -> None:
     layer = stats.layers[0]
-    many = CalibrationStats(stats.geometry, {index: layer for index in (0, 2, 10, 11)})
+    geometry = replace(stats.geometry, layers=stats.geometry.layers[:1] * 12)
+    many = CalibrationStats(geometry, {index: layer for index in (0, 2, 10, 11)})
     save_stats(many, tmp_path / "many")
     assert list(load_stats(tmp_path / "many").layers) == [0, 2, 10, 11]
 
@@ -129,6 +131,15 @@ def test_scales_are_no_statistics(stats: CalibrationStats, tmp_path: Path) -> No
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 
+def _cut(name: str, dim: int) -> Change:
+    """Takes the last entry off a tensor."""
+
+    def change(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].narrow(dim, 0, tensors[name].shape[dim] - 1).clone()
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -143,6 +154,16 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
         (lambda header, _: header["slots"]["layers.0.key"].pop("tokens"), "tokens"),
         (lambda header, _: header["slots"]["layers.0.key"]["rotary"].pop("width"), "width"),
         (lambda _, tensors: tensors.pop("layers.2.key.sketch.counts"), "layers.2.key.sketch"),
+        (_cut("layers.0.key.minimum", 0), r"key.minimum is float32 \[1, 16\], not float32 \[2, 16"),
+        (
+            _cut("layers.0.value.sketch.counts", 1),
+            r"counts is int32 \[32, 320\], not int32 \[32, 321",
+        ),
+        (_cut("layers.0.key.total", 0), "key.total is float64"),
+        (lambda _, tensors: tensors["layers.0.key.minimum"].fill_(float("nan")), "NaN"),
+        (lambda header, _: header["slots"]["layers.0.key"].update(tokens="7"), "'7' tokens"),
+        (lambda header, _: header["geometry"]["layers"].pop(), "layer 3"),
+        (lambda header, _: header["provenance"].update(corpora=["x"]), "model.stats is damaged"),
         (lambda _, tensors: tensors.pop("layers.0.key.total_unrotated"), "total_unrotated"),
     ],
 )

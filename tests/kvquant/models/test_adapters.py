@@ -283,6 +283,8 @@ def test_merging_dora_over_another_adapter_is_refused(tiny, make_adapter, tmp_pa
         (["lora"], ["lora-1"]),  # part of PEFT's prefix lora_
         (["model"], ["model-1"]),  # a part of every parameter's name
         (["keys"], ["keys-1"]),  # a method of ModuleDict
+        (["lora_A", "lora_B"], ["lora_A-1", "lora_B-1"]),  # parts of the adapters' own tensors
+        (["base"], ["base-1"]),  # the model without adapters
         (["fine-1", "a/fine", "b/fine"], ["fine-1", "fine-2", "fine-3"]),
     ],
 )

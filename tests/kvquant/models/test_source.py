@@ -87,11 +87,26 @@ def test_broken_gguf_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["no/such/model", "./model", "/model", "~/model", "model.gguf", "a b", "", "a//b"]
+    "name",
+    ["no/such/model", "./model", "/model", "~/model", "model.gguf", "a b", "", "a//b", "modèle"],
 )
 def test_neither_path_nor_hub_id(name):
-    with pytest.raises(ModelError, match=f"there is no file or directory {name}"):
+    with pytest.raises(ModelError, match=f"there is no file or directory {name or repr(name)}"):
         resolve(name)
+
+
+@pytest.mark.parametrize("name", ["some--model", "a..b", "x" * 97, "ends-"])
+def test_name_that_the_hub_forbids(name):
+    with pytest.raises(ModelError, match=f"directory {name}, and no model on the hub can be"):
+        read_config(resolve(name))
+
+
+def test_empty_names_are_not_the_current_directory(adapter, model, monkeypatch):
+    monkeypatch.chdir(adapter("lora"))
+    with pytest.raises(ModelError, match="there is no file or directory ''"):
+        resolve("")
+    with pytest.raises(AdapterError, match="no adapter directory at ''"):
+        resolve(model, adapters=[""])
 
 
 def test_file_of_another_kind(write):

@@ -212,3 +212,26 @@ def test_data_set_that_cannot_be_had(read, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"no data set of that name with a split 'test'.*\(.+\)$"):
         read("somebody/some-data", split="test")
+
+
+def test_empty_name_is_not_the_current_directory(read, jsonl, monkeypatch):
+    monkeypatch.chdir(jsonl({"text": "a"}).parent)
+    with pytest.raises(DataError, match="the name of the data is empty"):
+        read("")
+
+
+def test_hidden_files_of_a_directory_are_not_text(read, tmp_path):
+    for name in ("a.txt", ".b.txt", ".cache/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text", encoding="utf-8")
+    assert read(tmp_path) == [tmp_path / "a.txt"]
+    assert read.said == []
+
+
+def test_suffixes_in_capitals(read, jsonl):
+    assert read(jsonl({"text": "a"}, name="DATA.JSONL")) == ["a"]
+
+
+def test_field_that_no_record_has_is_an_error_beside_bare_texts(read, jsonl):
+    with pytest.raises(DataError, match=r"no row of .* has a field 'body': there are text"):
+        read(jsonl("bare", {"text": "a"}), text_field="body")

@@ -1,0 +1,57 @@
+"""The command line around the commands: streams that break, and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+KVQUANT = Path(sys.executable).with_name("kvquant")
+
+
+def help_into(output: int) -> subprocess.CompletedProcess[str]:
+    """``kvquant merge --help`` with a file descriptor for stdout."""
+    return subprocess.run(
+        [KVQUANT, "merge", "--help"], stdout=output, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+
+
+def main_with(run: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The console entry point, with lines of Python in the place of the commands."""
+    lines = "".join(f"    {line}\n" for line in run.splitlines())
+    code = f"import os, signal, time\nfrom kvquant import cli\ndef run(arguments):\n{lines}"
+    return subprocess.run(
+        [sys.executable, "-c", f"{code}cli.run = run\ncli.main()\n"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_nobody_reads_the_output() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = help_into(writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_output_that_cannot_be_written() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = help_into(full.fileno())
+    assert done.returncode == 2
+    assert done.stderr == "error: cannot read or write the output: No space left on device\n"
+
+
+def test_characters_that_the_terminal_lacks() -> None:
+    done = main_with("print('±0.5')", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "?0.5\n"), done.stderr
+
+
+def test_termination_unwinds() -> None:
+    kill = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+    done = main_with(f"try:\n    {kill}\nfinally:\n    print('cleaned up')")
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "cleaned up\n"), done.stderr
