@@ -88,6 +88,7 @@ def part_both(args: argparse.Namespace) -> dict[str, float]:
 def part_memory(args: argparse.Namespace) -> dict[str, float]:
     """Peak resident memory of the plain passes and of calibration, each from a fresh mark."""
     loaded, blocks, geometry = prepare(args)
+    plain_pass(loaded.model, blocks)  # weights are mapped into memory when they are first read
     plain = peak_mb(lambda: plain_pass(loaded.model, blocks))
     return {
         "plain": plain,

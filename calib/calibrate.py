@@ -130,6 +130,11 @@ def calibrate(request: Request, output: str) -> Calibration:
     )
     started = time.monotonic()
     members = []
+    if len(adapter_names(loaded.model)) > 1 and not request.shared:
+        notify(
+            f"{' + '.join(adapter_names(loaded.model))} are active together, as a sum; to serve "
+            "each of them apart with one set of scales, use --shared"
+        )
     for name, adapters in _members(loaded, request.shared):
         with activate(loaded.model, adapters):
             origin = _provenance(request, loaded, blocks, length, adapters)
@@ -240,7 +245,7 @@ def _provenance(
 ) -> Provenance:
     paths = dict(zip(adapter_names(loaded.model), request.source.adapters, strict=True))
     return Provenance(
-        model=request.source.requested,
+        model=request.source.base,
         adapters=tuple(str(paths[name]) for name in adapters),
         fingerprints=(fingerprint(loaded.model, loaded.tokenizer),),
         corpora=(asdict(blocks.report),),

@@ -112,18 +112,20 @@ def calibrate(
       kvquant calibrate --model ft-model --data prompts.jsonl --context-length 16384 -o ft-scales
       kvquant calibrate --model base-model --adapter my-lora -o lora-scales
       kvquant calibrate --model base-model -a lora-a -a lora-b --shared -o server-scales
-      kvquant calibrate --model smollm2 --format int8 --granularity per-channel
+      kvquant calibrate --model smollm2 --context-length 512 --samples 4  # a first, quick look
     """
-    from kvquant.models.loading import resolve
+    scheme, method = build_scheme(options), build_method(options)
+
+    from kvquant.models.source import resolve
+
+    source = resolve(options.pop("model"), base=options.pop("base"), adapters=adapters)
+    default = f"{Path(source.requested).expanduser().resolve().name}-kv"
+    name = output_name(default if output is None else output)
 
     from . import calibrate as run
     from .output import show_calibration
 
-    scheme, method = build_scheme(options), build_method(options)
-    source = resolve(options.pop("model"), base=options.pop("base"), adapters=adapters)
     request = run.Request(source, scheme, method, **options)
-    default = f"{Path(source.requested).expanduser().resolve().name}-kv"
-    name = output_name(default if output is None else output)
     calibration = run.calibrate(request, name)
     files = run.save(calibration, name)
     show_calibration(calibration, files, as_json, verbose)
@@ -147,6 +149,8 @@ def solve(
       kvquant solve ft-scales.stats --format int8 --granularity per-channel -o ft-int8
       kvquant solve server.base.stats server.lora-a.stats --method mse -o server-mse
     """
+    scheme, method = build_scheme(options), build_method(options)
+
     from functools import reduce
 
     from kvquant.scales import KVScales
@@ -155,7 +159,6 @@ def solve(
     from .output import show_scales
     from .solve import solve as solve_stats
 
-    scheme, method = build_scheme(options), build_method(options)
     members = [load_stats_named(path) for path in stats]
     scales = reduce(KVScales.union, (solve_stats(member, scheme, method) for member in members))
     path = Path(f"{output_name(output)}.safetensors")
@@ -230,16 +233,20 @@ def drift(
     Compares two statistics files on paper: the fine-tune's values are quantized with the base's
     scales and with their own, per layer and KV head. Exit code 0: safe; 1: recalibrate.
 
+    Text moves ranges too. Calibrate the base on the fine-tune's text as well if you want to know
+    what the weights alone do.
+
     \b
     Examples:
-      kvquant drift base.stats ft.stats
-      kvquant drift base.stats ft.stats --format int8 --granularity per-channel --plot drift.png
+      kvquant drift base-scales.stats ft-scales.stats
+      kvquant drift base-scales.stats ft-scales.stats --format int8 --plot drift.png
     """
+    scheme, method = build_scheme(options), build_method(options)
+
     from .drift import DriftThresholds
     from .drift import drift as compare
     from .output import print_json, print_tables
 
-    scheme, method = build_scheme(options), build_method(options)
     limits = {"max_clipped": max_clipped, "max_loss_db": max_loss}
     given = {name: limit for name, limit in limits.items() if limit is not None}
     report = compare(

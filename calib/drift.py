@@ -205,6 +205,11 @@ def _check_comparable(base: CalibrationStats, tuned: CalibrationStats, scheme: Q
             f"the base has a {base.geometry.summary()}; the fine-tune a "
             f"{tuned.geometry.summary()}: scales of one cannot serve the other"
         )
+    if _is_swapped(base.provenance, tuned.provenance):
+        raise InputError(
+            f"the base has adapters ({base.provenance.origin}) that the fine-tune "
+            f"({tuned.provenance.origin}) lacks: are the two files swapped? It is BASE FINE-TUNE"
+        )
     different = (base.layers.keys() ^ tuned.layers.keys()) - scheme.skip_layers
     if different:
         raise InputError(
@@ -242,6 +247,15 @@ def _mean_shift(base: ChannelStats, tuned: ChannelStats, head: int) -> float:
     distance = float((after - before)[head].norm())
     energy = max(float(side.mean_square[head].sum()) for side in (base, tuned))
     return distance / math.sqrt(energy) if energy else 0.0
+
+
+def _is_swapped(base: Provenance, tuned: Provenance) -> bool:
+    """Whether what should be the fine-tune is the bare model under the base's adapters."""
+    return any(
+        own.weights and own.weights == bare.weights and own.adapters and not bare.adapters
+        for own in base.fingerprints
+        for bare in tuned.fingerprints
+    )
 
 
 def _notes(base: Provenance, tuned: Provenance) -> Iterator[str]:

@@ -17,6 +17,8 @@ from kvquant.scheme import (
     tensor_format,
 )
 
+from .method import Method, RangeMethod
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FORMATS = f"fp8 or one of {', '.join(format_names())}"
@@ -105,14 +107,12 @@ def build_scheme(options: dict[str, Any]) -> QuantScheme:
     return QuantScheme(slots[0], slots[1], _layer_set(options.pop("skip_layers")))
 
 
-def build_method(options: dict[str, Any]) -> Any:
+def build_method(options: dict[str, Any]) -> RangeMethod:
     """Takes the range method out of a command's options.
 
     Raises:
         SchemeError: A percentile that covers less than half, or that the method does not use.
     """
-    from .solve import Method, RangeMethod
-
     method, percentile = Method(options.pop("method")), options.pop("percentile")
     if percentile is None:
         return RangeMethod(method)

@@ -51,7 +51,7 @@ def show_calibration(
             }
         )
         return
-    for member in calibration.members:
+    for member in calibration.members if verbose or not costs else ():
         print_tables(stats_summary(member.stats, verbose))
     print_tables(scales_summary(calibration.scales, verbose))
     if costs:

@@ -241,6 +241,7 @@ def _draw_heat_map(figure: Any, axis: Any, heat: _HeatMap) -> None:
     bar.ax.tick_params(which="both", labelsize=8)
     bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.outline.set_visible(False)
+    bar.set_label("log scale", fontsize=8)
     axis.set_ylabel("layer", fontsize=9)
     axis.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axis.tick_params(labelsize=8)

@@ -207,7 +207,9 @@ def _layers_that_matter(stats: CalibrationStats, found: list[Remark]) -> list[in
 
 def _layer_count(shown: Sequence[int], layers: Iterable[int]) -> str:
     total = len(list(layers))
-    return f"all {total} layers" if len(shown) == total else f"{len(shown)} of {total} layers"
+    if len(shown) == total:
+        return f"all {total} layers"
+    return f"the {len(shown)} of {total} layers with the largest keys (-v shows all)"
 
 
 def _stats_captions(
@@ -215,7 +217,8 @@ def _stats_captions(
 ) -> list[Text]:
     lines = [
         Text(
-            "amax: largest magnitude. K outlier: largest channel by the median channel; from "
+            "amax: largest magnitude. K outlier: largest channel by the median channel, and "
+            "where it is (KV head, channel); from "
             f"{OUTLIER_RATIO:g} x on a shared integer scale serves few but that one. K in mean: "
             f"share of the keys' energy in their mean{_rotation_phrase(stats.layers.values())}: a "
             "cache that keeps the mean apart spends no bits on it.",

@@ -8,9 +8,17 @@ from kvquant.provenance import Provenance
 
 
 def model_title(provenance: Provenance) -> str:
-    """Model and adapters without the directories they lie in: ``smollm2 + my-lora``."""
-    names = filter(None, (provenance.model, *provenance.adapters))
-    return " + ".join(PurePath(name).name or name for name in names) or "unnamed model"
+    """Model and adapters without the directories they lie in.
+
+    ``smollm2 + my-lora`` for adapters that are active together; ``smollm2 shared with lora-a,
+    lora-b`` for scales that serve the base and each adapter apart.
+    """
+    model, *adapters = (
+        PurePath(name).name or name for name in (provenance.model, *provenance.adapters)
+    )
+    if len(provenance.fingerprints) > 1:
+        return f"{model or 'unnamed model'} shared with {', '.join(adapters) or 'others'}"
+    return " + ".join(filter(None, (model, *adapters))) or "unnamed model"
 
 
 def percent(share: float) -> str:

@@ -32,14 +32,19 @@ PY
 
 step "Scales for the base model, on English prose" \
     "$kvquant" calibrate "${settings[@]}" --output "$out/base"
+step "The same base on Python source, which the fine-tune is for" \
+    "$kvquant" calibrate "${settings[@]}" --data "$out/python-source" --output "$out/base-on-python"
 step "Scales for the fine-tune, a LoRA adapter for Python source, on such source" \
     "$kvquant" calibrate "${settings[@]}" --adapter "$adapter" --data "$out/python-source" \
     --output "$out/fine-tune"
-step "May the fine-tune keep the base's FP8 scales?" \
+step "May the fine-tune keep the FP8 scales that the base got on prose?" \
     "$kvquant" drift "$out/base.stats" "$out/fine-tune.stats"
-step "And with static INT8, per channel?" \
+step "And static INT8, per channel?" \
     "$kvquant" drift "$out/base.stats" "$out/fine-tune.stats" \
     --format int8 --granularity per-channel --plot "$out/drift-int8.png"
+step "Is it the text or the weights? The base on the same text as the fine-tune:" \
+    "$kvquant" drift "$out/base-on-python.stats" "$out/fine-tune.stats" \
+    --format int8 --granularity per-channel
 step "INT8 scales for the fine-tune, from its saved statistics" \
     "$kvquant" solve "$out/fine-tune.stats" --format int8 --granularity per-channel \
     --output "$out/fine-tune-int8"

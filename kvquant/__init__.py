@@ -21,6 +21,11 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first asked for."""
     if name not in _PUBLIC:

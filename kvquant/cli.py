@@ -102,7 +102,11 @@ def _run(arguments: list[str]) -> int:
         click.echo(f"error: {error}", err=True)
         return EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; existing files are as they were", err=True)
+        click.echo(
+            "interrupted; existing files are as they were (a long calibration goes on where it was "
+            "when the same command is given again)",
+            err=True,
+        )
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_PIPE

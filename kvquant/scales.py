@@ -143,6 +143,10 @@ class KVScales:
                 f"layer {index}, values", self.scheme.value, shape.kv_heads, shape.value_dim
             )
 
+    def __repr__(self) -> str:
+        """A line; the numbers are many."""
+        return f"KVScales({self.scheme}; {self.method}; {self.geometry.summary()})"
+
     def check_model(self, model: Fingerprint, geometry: CacheGeometry) -> None:
         """Makes sure that the scales were measured on this model.
 

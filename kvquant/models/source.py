@@ -45,13 +45,15 @@ class ModelSource:
     Attributes:
         model: Directory of the base model, or its id on the Hugging Face hub.
         adapters: Adapter directories, in the order in which they were named.
-        requested: The model as the user named it.
+        requested: What the user named: the model, or the adapter that leads to it.
+        base: The base model by the name that the user or the adapter's config gives it.
         gguf_file: Name of the GGUF file in the directory `model`, else None.
     """
 
     model: str
     adapters: tuple[str, ...] = ()
     requested: str = ""
+    base: str = ""
     gguf_file: str | None = None
 
     @property
@@ -84,7 +86,8 @@ def resolve(name: str, *, base: str | None = None, adapters: Sequence[str] = ())
             )
         for adapter in adapters:
             read_adapter_config(adapter)
-        return replace(_locate(name), adapters=tuple(adapters), requested=name)
+        located = replace(_locate(name), requested=name, base=name)
+        return replace(located, adapters=tuple(adapters))
     directories = (name, *adapters)
     configs = [read_adapter_config(directory) for directory in directories]
     return replace(_locate_base(name, configs[0], base), adapters=directories, requested=name)
@@ -259,7 +262,7 @@ def _locate_base(adapter: str, config: dict[str, Any], base: str | None) -> Mode
     if is_adapter_directory(name):
         raise AdapterError(f"{name}, the base of {adapter}, is an adapter itself: merge it first")
     try:
-        return _locate(name)
+        return replace(_locate(name), base=name)
     except ModelError as error:
         raise ModelError(f"base of {adapter}: {error}; --base names another one") from error
 

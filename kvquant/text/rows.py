@@ -65,7 +65,8 @@ def read_rows(
             ``messages`` or ``conversations``), or the only field that holds strings.
         chat: Look for message lists.
         split: Split of a data set that has several.
-        notify: Told of the default text, and of files that are left out.
+        notify: Told of the default text, of files that are left out, and of a field that was
+            chosen.
 
     Raises:
         DataError: Nothing there, or nothing that can be read. What is wrong inside a file is
@@ -83,11 +84,11 @@ def read_rows(
     if path.is_dir():
         return Rows(data, _directory_rows(path, text_field, chat, notify))
     if path.is_file():
-        return Rows(data, _file_rows(path, text_field, chat))
+        return Rows(data, _file_rows(path, text_field, chat, notify))
     if _kind(path) in _SUFFIXES or data.startswith(("/", ".", "~")) or data.count("/") > 1:
         raise DataError(f"there is no file or directory {data}")
     records = _dataset_records(data, split)
-    return Rows(f"{data} ({split})", _pick(records, data, text_field, chat))
+    return Rows(f"{data} ({split})", _pick(records, data, text_field, chat, notify))
 
 
 def _help_topics() -> str:
@@ -115,17 +116,21 @@ def _directory_rows(
         raise DataError(f"{directory} has no {', '.join(_SUFFIXES)} file ({len(files)} others)")
     if len(readable) < len(files):
         notify(f"{directory}: {len(files) - len(readable)} files of other kinds are not read")
-    return itertools.chain.from_iterable(_file_rows(path, text_field, chat) for path in readable)
+    return itertools.chain.from_iterable(
+        _file_rows(path, text_field, chat, notify) for path in readable
+    )
 
 
-def _file_rows(path: Path, text_field: str | None, chat: bool) -> Iterable[Row]:
+def _file_rows(
+    path: Path, text_field: str | None, chat: bool, notify: Callable[[str], None]
+) -> Iterable[Row]:
     kind = _kind(path)
     if kind == ".txt":
         return [path]
     if kind == ".jsonl":
-        return _pick(_json_lines(path), str(path), text_field, chat)
+        return _pick(_json_lines(path), str(path), text_field, chat, notify)
     if kind == ".parquet":
-        return _pick(_parquet_records(path), str(path), text_field, chat)
+        return _pick(_parquet_records(path), str(path), text_field, chat, notify)
     raise DataError(f"{path} is of no known kind: possible are {', '.join(_SUFFIXES)}")
 
 
@@ -179,7 +184,13 @@ def _dataset_records(name: str, split: str) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def _pick(records: Iterator[Any], source: str, text_field: str | None, chat: bool) -> Iterator[Row]:
+def _pick(
+    records: Iterator[Any],
+    source: str,
+    text_field: str | None,
+    chat: bool,
+    notify: Callable[[str], None],
+) -> Iterator[Row]:
     """The text or the messages of each record.
 
     Raises:
@@ -187,6 +198,8 @@ def _pick(records: Iterator[Any], source: str, text_field: str | None, chat: boo
     """
     ahead = list(itertools.islice(records, _ROWS_TO_LOOK_AT))
     field = text_field or _find_field(ahead, source, chat)
+    if text_field is None and any(isinstance(record, Mapping) for record in ahead):
+        notify(f"{source}: reading the field {field!r} (--text-field names another)")
     seen: dict[str, None] = {}
     found = False
     for record in itertools.chain(ahead, records):
