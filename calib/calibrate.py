@@ -31,9 +31,10 @@ from kvquant.scheme import QuantScheme
 from kvquant.text.corpus import TokenBlocks, read_rows, token_blocks
 
 from .collect import Watcher, collect
+from .method import RangeMethod
 from .progress import notify, token_progress
 from .resume import Resume
-from .solve import RangeMethod, solve
+from .solve import solve
 from .stats import CalibrationStats
 from .stats_file import save_stats
 

@@ -18,7 +18,8 @@ from kvquant.provenance import Provenance
 from kvquant.scheme import QuantScheme
 
 from .cost import HeadCost, head_costs
-from .solve import RangeMethod, solve
+from .method import RangeMethod
+from .solve import solve
 from .stats import CalibrationStats, ChannelStats
 from .wording import model_title, percent
 

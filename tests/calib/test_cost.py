@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from calib.cost import RAREST, SQNR_CEILING_DB, HeadCost, head_costs
-from calib.solve import RangeMethod, solve
+from calib.method import RangeMethod
+from calib.solve import solve
 from calib.stats import CalibrationStats, ChannelStats, LayerStats
 from kvquant.geometry import CacheGeometry, LayerGeometry, LayerKind
 from kvquant.scheme import Granularity, QuantScheme, TensorScheme, tensor_format

@@ -14,7 +14,7 @@ import torch
 
 from calib.collect import collect
 from calib.drift import DriftReport, DriftThresholds, HeadDrift, drift
-from calib.solve import Method, RangeMethod
+from calib.method import Method, RangeMethod
 from calib.stats import CalibrationStats, ChannelStats, LayerStats
 from kvquant.errors import FingerprintError, InputError, SchemeError
 from kvquant.fingerprint import Fingerprint

@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from calib.collect import batches, collect
 from calib.drift import drift
-from calib.solve import RangeMethod, solve
+from calib.method import RangeMethod
+from calib.solve import solve
 from calib.stats import CalibrationStats
 from kvquant.cache.transformers_compat import cache_argument
 from kvquant.geometry import CacheGeometry

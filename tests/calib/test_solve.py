@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from calib.solve import Method, RangeMethod, solve, solve_tensor
+from calib.method import Method, RangeMethod
+from calib.solve import solve, solve_tensor
 from calib.stats import CalibrationStats, ChannelStats, LayerStats
 from kvquant.errors import InputError, NotObservedError, SchemeError
 from kvquant.geometry import CacheGeometry, LayerGeometry, LayerKind

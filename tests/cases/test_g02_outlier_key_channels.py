@@ -14,8 +14,9 @@ import torch
 from transformers import DynamicCache
 
 from calib.collect import collect
+from calib.method import RangeMethod
 from calib.outliers import outlier_dominated
-from calib.solve import RangeMethod, solve_tensor
+from calib.solve import solve_tensor
 from calib.stats import CalibrationStats
 from kvquant.cache.transformers_compat import cache_argument
 from kvquant.geometry import CacheGeometry

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from calib.collect import collect
-from calib.solve import RangeMethod, solve, solve_tensor
+from calib.method import RangeMethod
+from calib.solve import solve, solve_tensor
 from calib.stats import ChannelStats
 from kvquant.geometry import CacheGeometry
 from kvquant.scales import KVScales

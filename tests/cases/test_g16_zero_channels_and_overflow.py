@@ -13,7 +13,8 @@ import torch
 from transformers import DynamicCache
 
 from calib.collect import collect
-from calib.solve import Method, RangeMethod, solve
+from calib.method import Method, RangeMethod
+from calib.solve import solve
 from kvquant.cache.transformers_compat import cache_argument
 from kvquant.geometry import CacheGeometry
 from kvquant.quantize.reference import dequantize, quantize
