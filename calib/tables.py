@@ -94,7 +94,8 @@ def scales_summary(scales: KVScales, verbose: bool = False) -> RenderableType:
         ]
         table.add_row(str(index), *cells)
     caption = Text(
-        f"{scales.scheme}; ranges by {scales.method}. Scale: x ≈ (code - zero point) x scale, "
+        f"{scales.scheme}; ranges by {scales.method}. "
+        f"{_choice(shown, scales.layers, 'widest ranges')}Scale: x ≈ (code - zero point) x scale, "
         "smallest … largest of the layer. Range: what is represented without clipping.",
         style="dim",
     )
@@ -207,9 +208,12 @@ def _layers_that_matter(stats: CalibrationStats, found: list[Remark]) -> list[in
 
 def _layer_count(shown: Sequence[int], layers: Iterable[int]) -> str:
     total = len(list(layers))
-    if len(shown) == total:
-        return f"all {total} layers"
-    return f"the {len(shown)} of {total} layers with the largest keys (-v shows all)"
+    return f"all {total} layers" if len(shown) == total else f"{len(shown)} of {total} layers"
+
+
+def _choice(shown: Sequence[int], layers: Iterable[int], what: str) -> str:
+    """How the layers of a short table were chosen."""
+    return "" if len(shown) == len(list(layers)) else f"Shown: {what}; -v shows all. "
 
 
 def _stats_captions(
@@ -217,6 +221,7 @@ def _stats_captions(
 ) -> list[Text]:
     lines = [
         Text(
+            f"{_choice(shown, stats.layers, 'largest keys and outliers')}"
             "amax: largest magnitude. K outlier: largest channel by the median channel, and "
             "where it is (KV head, channel); from "
             f"{OUTLIER_RATIO:g} x on a shared integer scale serves few but that one. K in mean: "

@@ -211,6 +211,7 @@ def load_scales(
     Raises:
         FileFormatError: Not such a file, cut short, or of a newer version.
         FingerprintError: Scales of another model, adapter set or geometry.
+        InputError: `model` is no model.
     """
     from .fingerprint import fingerprint
     from .geometry import CacheGeometry
@@ -218,6 +219,8 @@ def load_scales(
     scales = _read_scales(find(path, ".safetensors"))
     if model is None:
         return scales
+    if not hasattr(model, "named_modules"):
+        raise InputError(f"model must be a model in memory, not {model!r}")
     served = fingerprint(model, tokenizer)
     try:
         scales.check_model(served, CacheGeometry.from_config(model.config))

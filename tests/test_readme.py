@@ -51,6 +51,11 @@ def test_command_parses(line: str) -> None:
     command.make_context(name, arguments)
 
 
+def test_nothing_is_left_to_fill_in() -> None:
+    for page in PAGES:
+        assert "@@" not in (ROOT / page).read_text(), page
+
+
 def test_python_of_the_readme_runs(
     tiny: Any, save_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,7 @@ def _pick(
     """
     ahead = list(itertools.islice(records, _ROWS_TO_LOOK_AT))
     field = text_field or _find_field(ahead, source, chat)
-    if text_field is None and any(isinstance(record, Mapping) for record in ahead):
+    if text_field is None and field not in ("text", *_CHAT_FIELDS):
         notify(f"{source}: reading the field {field!r} (--text-field names another)")
     seen: dict[str, None] = {}
     found = False

@@ -155,8 +155,10 @@ def test_several_adapters_without_shared_act_together(
 ) -> None:
     adapters = ["--adapter", models["lora-a"], "--adapter", models["lora-b"]]
     assert run([*calibrate(models["base"], tmp_path / "both", *adapters), "--json"]) == 0
-    result = json.loads(capfd.readouterr().out)
+    capture = capfd.readouterr()
+    result = json.loads(capture.out)
     assert list(result["members"]) == ["lora-a+lora-b"]
+    assert "active together" in capture.err
     fingerprints = result["scales"]["provenance"]["fingerprints"]
     assert [len(f["adapters"]) for f in fingerprints] == [2]
 

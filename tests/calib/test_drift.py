@@ -420,3 +420,11 @@ def test_on_one_text_the_adapter_of_smollm2_moves_little(
     """What int8 per channel loses above is the text's doing."""
     report = drift(smollm2["python"], smollm2["lora"], scheme("int8", "per-channel"))
     assert report.safe, report.reasons
+
+
+def test_swapped_files_are_refused() -> None:
+    bare = stats_of((normal(), normal(seed=1)), provenance=origin("a"))
+    tuned = replace(bare, provenance=origin("a", adapter="b"))
+    assert drift(bare, tuned, scheme("fp8")).safe
+    with pytest.raises(InputError, match="swapped"):
+        drift(tuned, bare, scheme("fp8"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from calib.wording import model_title, percent
+from kvquant.fingerprint import Fingerprint
 from kvquant.provenance import Provenance
 
 
@@ -13,6 +14,14 @@ from kvquant.provenance import Provenance
         (Provenance(model="smollm2"), "smollm2"),
         (Provenance(model="org/name", adapters=("/a/b/lora", "c/")), "name + lora + c"),
         (Provenance(model="/"), "/"),
+        (
+            Provenance(
+                model="m",
+                adapters=("a/x", "a/y"),
+                fingerprints=(Fingerprint(weights="w"), Fingerprint(weights="w", adapters=("x",))),
+            ),
+            "m shared with x, y",
+        ),
     ],
 )
 def test_model_title(provenance: Provenance, expected: str) -> None:

@@ -553,3 +553,9 @@ def test_another_geometry_is_refused_with_what_differs(
     message = str(caught.value)
     assert message.endswith(difference)
     assert message.count(str(BASE)) == 2
+
+
+def test_shown_in_one_line() -> None:
+    text = repr(random_scales(scheme("int8")))
+    assert len(text) < 300
+    assert "int8 per-channel" in text

@@ -490,3 +490,8 @@ def test_another_tokenizer_is_worth_a_warning(
     byte_tokenizer.add_tokens(["<new>"])
     with pytest.warns(UserWarning, match="another tokenizer"):
         load_scales(tmp_path / "s", model, tokenizer=byte_tokenizer)
+
+
+def test_a_name_is_no_model(saved: Path) -> None:
+    with pytest.raises(InputError, match="not 'ft-model'"):
+        load_scales(saved, model="ft-model")

@@ -58,19 +58,20 @@ def model(write, tmp_path):
 
 def test_directory(model):
     source = resolve(model)
-    assert source == ModelSource(model=model, requested=model)
+    assert source == ModelSource(model=model, requested=model, base=model)
     assert source.is_local
     assert read_config(source) == {"model_type": "llama", "hidden_size": 64}
 
 
 def test_directory_in_the_home_directory(model, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve("~/base") == ModelSource(model=model, requested="~/base")
+    assert resolve("~/base") == ModelSource(model=model, requested="~/base", base="~/base")
 
 
 def test_hub_id_is_taken_on_trust():
     source = resolve("org/some-model_1.5")
-    assert source == ModelSource(model="org/some-model_1.5", requested="org/some-model_1.5")
+    name = "org/some-model_1.5"
+    assert source == ModelSource(model=name, requested=name, base=name)
     assert not source.is_local
 
 
@@ -162,7 +163,7 @@ def test_hub_repository_without_config(write, tmp_path):
 
 def test_adapter_finds_its_base(adapter, model):
     path = adapter("fine", base_model_name_or_path=model)
-    assert resolve(path) == ModelSource(model=model, adapters=(path,), requested=path)
+    assert resolve(path) == ModelSource(model=model, adapters=(path,), requested=path, base=model)
     assert read_config(resolve(path))["hidden_size"] == 64
 
 

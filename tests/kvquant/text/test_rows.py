@@ -182,7 +182,10 @@ def test_directory_is_read_in_order_and_says_what_it_leaves_out(read, jsonl, tmp
     (tmp_path / "all" / "a.txt").write_text("a")
     (tmp_path / "all" / "readme.md").write_text("no")
     assert read(tmp_path / "all") == [tmp_path / "all" / "a.txt", "b", "c"]
-    assert read.said == [f"{tmp_path / 'all'}: 1 files of other kinds are not read"]
+    assert read.said == [
+        f"{tmp_path / 'all'}: 1 files of other kinds are not read",
+        f"{tmp_path / 'all/deep/c.jsonl'}: reading the field 'body' (--text-field names another)",
+    ]
 
 
 def test_directory_without_text(read, tmp_path):
