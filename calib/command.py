@@ -55,7 +55,7 @@ EXIT_RECALIBRATE = 1
     "--data",
     "-d",
     metavar="PATH",
-    help=".txt, .jsonl, .parquet, a directory of those, or a dataset's name. "
+    help=".txt, .jsonl, .json, .parquet, a directory of those, or a dataset's name. "
     "[default: Python's own help texts]",
 )
 @click.option("--text-field", metavar="NAME", help="Field of a row that holds its text.")

@@ -4,6 +4,7 @@ What a file holds and what a row is:
 
     notes.txt         the whole file is one row
     data.jsonl        one JSON object a line, the text in one of its fields
+    data.json         one list of such objects; read whole, and only where it is named itself
     data.parquet      one row a record, likewise
     directory         all such files below it, sorted by path
     NAME, NAME:CONFIG a data set for the `datasets` library
@@ -26,6 +27,7 @@ Row: TypeAlias = "str | Path | Messages | None"
 """Text, a text file, chat messages, or None for a row with nothing usable in it."""
 
 _SUFFIXES = (".txt", ".jsonl", ".parquet")
+"""What a directory is searched for: a `.json` file in it is as often a config as data."""
 _CHAT_FIELDS = ("messages", "conversations")
 _ROWS_TO_LOOK_AT = 100
 # ShareGPT's names for OpenAI's.
@@ -85,7 +87,11 @@ def read_rows(
         return Rows(data, _directory_rows(path, text_field, chat, notify))
     if path.is_file():
         return Rows(data, _file_rows(path, text_field, chat, notify))
-    if _kind(path) in _SUFFIXES or data.startswith(("/", ".", "~")) or data.count("/") > 1:
+    if (
+        _kind(path) in (*_SUFFIXES, ".json")
+        or data.startswith(("/", ".", "~"))
+        or data.count("/") > 1
+    ):
         raise DataError(f"there is no file or directory {data}")
     records = _dataset_records(data, split)
     return Rows(f"{data} ({split})", _pick(records, data, text_field, chat, notify))
@@ -127,11 +133,10 @@ def _file_rows(
     kind = _kind(path)
     if kind == ".txt":
         return [path]
-    if kind == ".jsonl":
-        return _pick(_json_lines(path), str(path), text_field, chat, notify)
-    if kind == ".parquet":
-        return _pick(_parquet_records(path), str(path), text_field, chat, notify)
-    raise DataError(f"{path} is of no known kind: possible are {', '.join(_SUFFIXES)}")
+    readers = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet_records}
+    if kind not in readers:
+        raise DataError(f"{path} is of no known kind: possible are .txt, {', '.join(readers)}")
+    return _pick(readers[kind](path), str(path), text_field, chat, notify)
 
 
 def _kind(path: Path) -> str:
@@ -148,6 +153,19 @@ def _json_lines(path: Path) -> Iterator[Any]:
                     yield _json_value(line, f"{path}, line {number}")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error}") from error
+
+
+def _json_list(path: Path) -> Iterator[Any]:
+    """The entries of a file that is one JSON list."""
+    try:
+        entries = _json_value(path.read_bytes(), str(path))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(entries, list):
+        raise DataError(
+            f"{path} is no list of rows: give a list of objects, or one a line (.jsonl)"
+        )
+    yield from entries
 
 
 def _json_value(line: bytes, where: str) -> Any:

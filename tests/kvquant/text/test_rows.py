@@ -194,7 +194,9 @@ def test_directory_without_text(read, tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("data", ["nothing.jsonl", "./nothing", "/no/where", "~/no-where", "a/b/c"])
+@pytest.mark.parametrize(
+    "data", ["nothing.jsonl", "nothing.json", "./nothing", "/no/where", "~/no-where", "a/b/c"]
+)
 def test_missing_file(read, data):
     with pytest.raises(DataError, match=f"there is no file or directory {data}"):
         read(data)
@@ -204,7 +206,7 @@ def test_unknown_kind_of_file(read, tmp_path):
     path = tmp_path / "data.docx"
     path.write_text("a")
     with pytest.raises(
-        DataError, match=r"of no known kind: possible are \.txt, \.jsonl, \.parquet"
+        DataError, match=r"of no known kind: possible are \.txt, \.jsonl, \.json, \.parquet"
     ):
         read(path)
 
@@ -238,3 +240,26 @@ def test_suffixes_in_capitals(read, jsonl):
 def test_field_that_no_record_has_is_an_error_beside_bare_texts(read, jsonl):
     with pytest.raises(DataError, match=r"no row of .* has a field 'body': there are text"):
         read(jsonl("bare", {"text": "a"}), text_field="body")
+
+
+def test_json_list(read, tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text('[{"text": "a"}, {"text": "b"}, {"other": 1}]')
+    assert read(path) == ["a", "b", None]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [('{"text": "a"}', "is no list of rows"), ("[1,", "not JSON"), ("", "not JSON")],
+)
+def test_json_that_is_no_list(read, tmp_path, content, reason):
+    path = tmp_path / "data.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=reason):
+        read(path)
+
+
+def test_json_in_a_directory_may_be_a_config(read, jsonl, tmp_path):
+    jsonl({"text": "a"}, name="all/a.jsonl")
+    (tmp_path / "all" / "dataset_info.json").write_text("{}")
+    assert read(tmp_path / "all") == ["a"]
