@@ -46,7 +46,7 @@ def solve(
     """
     method = method or RangeMethod()
     scheme.check(stats.geometry)
-    wanted = sorted(set(stats.geometry.attention_layers) - scheme.skip_layers)
+    wanted = scheme.quantized_layers(stats.geometry)
     stats.check(wanted)
     layers = {
         index: LayerScales(

@@ -129,7 +129,7 @@ class KVScales:
 
     def __post_init__(self) -> None:
         """Refuses what no cache could use."""
-        wanted = set(self.geometry.attention_layers) - self.scheme.skip_layers
+        wanted = set(self.scheme.quantized_layers(self.geometry))
         if wanted != set(self.layers):
             missing, extra = wanted - self.layers.keys(), self.layers.keys() - wanted
             raise NotObservedError(

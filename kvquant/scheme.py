@@ -181,6 +181,10 @@ class QuantScheme:
         if any(layer < 0 for layer in self.skip_layers):
             raise SchemeError(f"layers are counted from 0, not {min(self.skip_layers)}")
 
+    def quantized_layers(self, geometry: CacheGeometry) -> list[int]:
+        """Layers of a model that the scheme quantizes: they keep tokens and are not skipped."""
+        return [layer for layer in geometry.attention_layers if layer not in self.skip_layers]
+
     def check(self, geometry: CacheGeometry) -> None:
         """Makes sure that the scheme fits a model's cache.
 
@@ -192,7 +196,7 @@ class QuantScheme:
         beyond = [layer for layer in self.skip_layers if layer > last]
         if beyond:
             raise SchemeError(f"cannot skip layer {max(beyond)}: the model has layers 0 to {last}")
-        quantized = sorted(set(geometry.attention_layers) - self.skip_layers)
+        quantized = self.quantized_layers(geometry)
         if not quantized:
             raise SchemeError(
                 f"nothing to quantize: of {last + 1} layers {len(geometry.attention_layers)} keep "
