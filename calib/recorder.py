@@ -8,14 +8,13 @@ hook on the decoder, which also counts positions. Leaving the ``with`` block rem
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from kvquant.cache.transformers_compat import cache_of_call
+from kvquant.cache.transformers_compat import by_name, cache_of_call
 from kvquant.errors import InputError
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
@@ -110,7 +109,7 @@ class Recorder:
         self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Reads padding and positions of the call that begins."""
-        kwargs = _by_name(decoder, args, kwargs)
+        kwargs = by_name(decoder, args, kwargs)
         tokens = kwargs.get("input_ids")
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         new = tokens.shape[1]
@@ -135,7 +134,7 @@ class Recorder:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Remembers what a layer is called with, for as long as it runs."""
-        self._running.append((module, _by_name(module, args, kwargs)))
+        self._running.append((module, by_name(module, args, kwargs)))
 
     def _leave_layer(self, *_: Any) -> None:
         self._running.pop()
@@ -172,12 +171,3 @@ class Recorder:
         if self._real is None:
             return by_token.flatten(0, 1)
         return by_token[self._real.to(states.device)]
-
-
-def _by_name(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """All arguments of a call by their names."""
-    if not args:
-        return kwargs
-    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}

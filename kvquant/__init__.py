@@ -15,6 +15,7 @@ _PUBLIC = {
     "KVQuantError": "errors",
     "KVScales": "scales",
     "QuantScheme": "scheme",
+    "QuantizedCache": "cache.cache",
     "load_scales": "storage",
     "save_scales": "storage",
 }

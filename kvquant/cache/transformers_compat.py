@@ -5,6 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import transformers
+from packaging.version import Version
+
+_COUNTS_WHAT_TO_KEEP = Version(transformers.__version__) < Version("5.18")
+"""Whether `crop` of a positive number still means the length to keep."""
+
 
 def cache_argument(decoder: Any) -> str:
     """Name under which a model's forward takes its cache: ``cache``, or the older name."""
@@ -16,3 +22,25 @@ def cache_of_call(kwargs: dict[str, Any]) -> Any:
     """The cache among the keyword arguments of a forward call, or None."""
     cache = kwargs.get("cache")
     return cache if cache is not None else kwargs.get("past_key_values")
+
+
+def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward call by their names."""
+    if not args:
+        return kwargs
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+
+
+def tokens_to_remove(tokens: int, length: int) -> int:
+    """How many of `length` tokens ``crop(tokens)`` takes back.
+
+    Raises:
+        ValueError: A positive number, where Transformers no longer knows it either.
+    """
+    if tokens <= 0:
+        return min(-tokens, length)
+    if _COUNTS_WHAT_TO_KEEP:
+        return max(length - tokens, 0)
+    raise ValueError(
+        f"crop takes the number of tokens to take back as a negative number, not {tokens}"
+    )

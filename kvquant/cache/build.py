@@ -1,0 +1,200 @@
+"""From geometry, scheme and scales to the layers of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from kvquant.errors import NotObservedError, SchemeError
+from kvquant.geometry import CacheGeometry, LayerKind
+from kvquant.quantize.codec import Center, Codec
+from kvquant.rotary import RotaryLayout
+from kvquant.scales import KVScales, TensorScales
+from kvquant.scheme import QuantScheme, TensorScheme
+
+from .angles import RotaryAngles, embedding_of
+from .companions import QuantizedHybridLayer, QuantizedIndexedLayer
+from .layer import MakeCodec, QuantizedLayer
+from .ledger import TokenLedger
+from .workspace import Workspace
+
+_CLASSES: dict[type, type] = {
+    DynamicLayer: QuantizedLayer,
+    DynamicSlidingWindowLayer: QuantizedLayer,
+    DynamicIndexedLayer: QuantizedIndexedLayer,
+    LinearAttentionAndFullAttentionLayer: QuantizedHybridLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: QuantizedHybridLayer,
+}
+
+
+@dataclass(eq=False)
+class Plan:
+    """What a cache is made from, and what all its layers share.
+
+    Attributes:
+        geometry: Shape of the model's cache.
+        scheme: Its scheme.
+        scales: Calibrated scales and means, or None.
+        decoder: The model's decoder, whose rotary module gives cosines and sines.
+    """
+
+    geometry: CacheGeometry
+    scheme: QuantScheme
+    scales: KVScales | None
+    decoder: Any
+    _angles: dict[Any, RotaryAngles] = field(default_factory=dict)
+
+    def slot_scheme(self, layer_idx: int, slot: str) -> TensorScheme:
+        """Scheme of the ``key`` or ``value`` slot of a layer."""
+        scheme = self.scheme.layer(layer_idx)
+        if slot == "value" and self.geometry.layers[layer_idx].kind is LayerKind.LATENT:
+            return scheme.rotary_part
+        return scheme.key if slot == "key" else scheme.value
+
+    def tensor_scales(self, layer_idx: int, slot: str) -> TensorScales | None:
+        """Calibrated numbers of a slot, or None."""
+        if self.scales is None or layer_idx not in self.scales.layers:
+            return None
+        found: TensorScales = getattr(self.scales.layers[layer_idx], slot)
+        return found
+
+    def turned_pairs(self, layer_idx: int, slot: str) -> torch.Tensor | None:
+        """Which rotary pairs of a slot have their mean turned, bool ``[pairs]``; None if none."""
+        scales = self.tensor_scales(layer_idx, slot)
+        if not self.slot_scheme(layer_idx, slot).center or scales is None:
+            return None
+        if scales.rotary is None or scales.mean_unrotated is None:
+            return None
+        pairs = scales.turned
+        if pairs is None:
+            pairs = torch.ones(scales.rotary.width // 2, dtype=torch.bool)
+        if not bool(pairs.any()) or embedding_of(self.decoder, layer_idx) is None:
+            return None
+        return pairs
+
+    @property
+    def turns_means(self) -> bool:
+        """Whether some slot's mean turns with the position."""
+        return any(
+            self.turned_pairs(index, slot) is not None
+            for index in self.geometry.attention_layers
+            for slot in ("key", "value")
+        )
+
+    def codec(self, layer_idx: int, slot: str, dtype: torch.dtype, device: torch.device) -> Codec:
+        """Codec of a slot.
+
+        Raises:
+            NotObservedError: A static scheme without scales for this layer.
+        """
+        layer = self.geometry.layers[layer_idx]
+        scheme = self.slot_scheme(layer_idx, slot)
+        dim = layer.key_dim if slot == "key" else layer.value_dim
+        center = self._center(layer_idx, slot, device) if scheme.center else None
+        scales = self.tensor_scales(layer_idx, slot) if scheme.granularity.is_static else None
+        return Codec(scheme, dim, dtype, scales=scales, center=center)
+
+    def check_scales(self) -> None:
+        """Makes sure that every static scheme has scales made for it.
+
+        Raises:
+            NotObservedError: A layer has none.
+            SchemeError: They are of another scheme.
+        """
+        for index in self.geometry.attention_layers:
+            for slot in ("key", "value"):
+                scheme = self.slot_scheme(index, slot)
+                if not scheme.granularity.is_static:
+                    continue
+                if self.tensor_scales(index, slot) is None:
+                    raise NotObservedError(
+                        f"layer {index}: {scheme} needs calibrated {slot} scales, and there are "
+                        "none: give scales=…, or a preset such as int8, which needs none"
+                    )
+                assert self.scales is not None
+                known = getattr(self.scales.scheme, slot)
+                if known != scheme:
+                    raise SchemeError(
+                        f"layer {index}: the {slot} scales are {known}, the scheme is {scheme}"
+                    )
+
+    def nbytes(self) -> int:
+        """Bytes of the tables of angles."""
+        return sum(angles.nbytes() for angles in self._angles.values())
+
+    def _center(self, layer_idx: int, slot: str, device: torch.device) -> Center | None:
+        scales = self.tensor_scales(layer_idx, slot)
+        if scales is None or scales.mean is None:
+            return None
+        fixed, pairs = scales.mean.clone(), self.turned_pairs(layer_idx, slot)
+        if pairs is None or scales.rotary is None or scales.mean_unrotated is None:
+            return Center(fixed.to(device), None, None, None)
+        turned = torch.zeros_like(fixed)
+        for target, source in zip(
+            scales.rotary.split(turned), scales.rotary.split(scales.mean_unrotated), strict=True
+        ):
+            target.copy_(source * pairs)
+        for target in scales.rotary.split(fixed):
+            target.mul_(~pairs)
+        angles = self._angles_of(layer_idx, scales.rotary, device)
+        return Center(fixed.to(device), turned.to(device), scales.rotary, angles)
+
+    def _angles_of(
+        self, layer_idx: int, layout: RotaryLayout, device: torch.device
+    ) -> RotaryAngles:
+        """The table of a layer, shared by the layers that rotate alike."""
+        types = getattr(self.decoder.config, "layer_types", None)
+        place = (types and types[layer_idx], layout, device)
+        if place not in self._angles:
+            embed = embedding_of(self.decoder, layer_idx)
+            assert embed is not None
+            self._angles[place] = RotaryAngles(embed, layout, device)
+        return self._angles[place]
+
+
+def build_layers(plan: Plan, ledger: TokenLedger, workspace: Workspace) -> list[Any]:
+    """One layer for each that Transformers would make; those that keep no tokens are its own.
+
+    Raises:
+        SchemeError: A kind of layer that cannot be quantized.
+        NotObservedError: A static scheme without scales.
+    """
+    plan.check_scales()
+    sources = {layer.shared_from for layer in plan.geometry.layers}
+    layers: list[Any] = DynamicCache(config=plan.decoder.config).layers
+    for index in plan.geometry.attention_layers:
+        kind = _CLASSES.get(type(layers[index]))
+        if kind is None:
+            raise SchemeError(
+                f"layer {index} is a {type(layers[index]).__name__}, which cannot be quantized"
+            )
+        own: dict[str, Any] = {}
+        if kind is QuantizedHybridLayer:
+            own["number_of_states"] = layers[index].number_of_states
+        layers[index] = kind(
+            plan.geometry.layers[index],
+            plan.scheme.layer(index),
+            _codec_maker(plan, index),
+            ledger,
+            # What others read later must not be overwritten by the next layer.
+            None if index in sources else workspace,
+            **own,
+        )
+    return layers
+
+
+def _codec_maker(plan: Plan, layer_idx: int) -> MakeCodec:
+    def make(slot: str, dtype: torch.dtype, device: torch.device) -> Codec:
+        return plan.codec(layer_idx, slot, dtype, device)
+
+    return make

@@ -1,0 +1,335 @@
+"""QuantizedLayer: one layer of the cache, as Transformers talks to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from kvquant.errors import GeometryError, InputError
+from kvquant.geometry import LayerGeometry
+from kvquant.quantize.codec import Codec
+from kvquant.scheme import QuantScheme
+
+from .ledger import RowGroup, Sources, TokenLedger
+from .slot import SlotStore
+from .transformers_compat import tokens_to_remove
+from .window import Window
+from .workspace import Workspace
+
+MakeCodec = Callable[[str, torch.dtype, torch.device], Codec]
+"""Codec of a slot (``key`` or ``value``) for states of a dtype on a device."""
+
+
+class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer, quantized as its scheme says.
+
+    `update` gives attention the current call's tokens exactly, and all earlier ones through their
+    codes.
+
+    Attributes:
+        geometry: Shape of the layer's cache.
+        scheme: Its scheme, without schemes of other layers.
+        cumulative_length: Slots seen so far, padding included.
+        record_past: Whether a decoder may take tokens back.
+        stores: Keys and values of each group of rows.
+    """
+
+    is_compileable = False
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        scheme: QuantScheme,
+        make_codec: MakeCodec,
+        ledger: TokenLedger,
+        workspace: Workspace | None,
+    ) -> None:
+        """An empty layer.
+
+        Args:
+            geometry: Shape of the layer's cache.
+            scheme: Of this layer.
+            make_codec: Called once for each slot, when dtype and device are known.
+            ledger: Shared by all layers.
+            workspace: Shared by all layers; None if what this layer returns is used by others.
+        """
+        super().__init__()
+        self.geometry = geometry
+        self.scheme = scheme
+        self.cumulative_length = 0
+        self.record_past = False
+        self.stores: list[tuple[SlotStore, SlotStore]] = []
+        self._make_codec = make_codec
+        self._codecs: tuple[Codec, Codec] | None = None
+        self._ledger = ledger
+        self._workspace = workspace
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether old tokens leave the layer."""
+        return self.geometry.window is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` leaves no trace."""
+        if self.record_past:
+            return True
+        append_only = not self.scheme.residual_length and self.scheme.key.unit == 1
+        return append_only and not self.is_sliding
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes the stores, once shapes, dtype and device are known.
+
+        Raises:
+            GeometryError: The tensors are not what the model's config promised.
+        """
+        wanted = (
+            (self.geometry.kv_heads, self.geometry.key_dim),
+            (self.geometry.kv_heads, self.geometry.value_dim),
+        )
+        found = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
+        if found != wanted:
+            raise GeometryError(
+                f"this model caches keys and values of {found} (heads, width), the cache was made "
+                f"for {wanted}: make it from the model that it is used with"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._codecs = (
+            self._make_codec("key", key_states.dtype, key_states.device),
+            self._make_codec("value", value_states.dtype, value_states.device),
+        )
+        self.stores = [self._new_store() for _ in self._ledger.groups]
+        self.is_initialized = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a call's tokens; returns what attention reads.
+
+        Args:
+            key_states: ``[batch, kv_heads, tokens, key_dim]``.
+            value_states: ``[batch, kv_heads, tokens, value_dim]``.
+            *args: As Transformers likes.
+            **kwargs: Likewise.
+
+        Returns:
+            Keys and values of all tokens that can be seen: earlier ones as read from their codes,
+            these exactly. Valid until the next layer's update unless gradients are on.
+        """
+        batch, _, tokens, _ = key_states.shape
+        self._expect(batch, tokens, key_states.device)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.prefetch()
+        past = self._visible_past()
+        read = tuple(
+            self._read(slot, states, past) for slot, states in enumerate((key_states, value_states))
+        )
+        start, self.cumulative_length = self.cumulative_length, self.cumulative_length + tokens
+        with torch.no_grad():
+            for slot, states in enumerate((key_states, value_states)):
+                self._append(slot, states, start)
+        return read[0], read[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that `update` will return, and the slot of the first one."""
+        past = self._visible_past()
+        return past + query_length, self.cumulative_length - past
+
+    def get_seq_length(self) -> int:
+        """Slots seen so far."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        """The window of a sliding layer, -1 if there is none."""
+        return -1 if self.geometry.window is None else self.geometry.window
+
+    def activate_past_recording(self) -> None:
+        """From now on, the newest tokens can be taken back without a trace."""
+        self.record_past = True
+
+    def crop(self, tokens: int) -> None:
+        """Takes the newest tokens back, alone among the layers; use the cache's `crop`.
+
+        Raises:
+            RuntimeError: Tokens that would be seen again have left the window.
+        """
+        count = tokens_to_remove(tokens, self.cumulative_length)
+        self.crop_groups(count, [count] * len(self.stores))
+
+    def crop_groups(self, slots: int, counts: list[int]) -> None:
+        """Takes the newest `slots` slots back: `counts` real tokens of each group.
+
+        Raises:
+            RuntimeError: Tokens that would be seen again have left the window.
+        """
+        pairs = list(zip(self.stores, counts, strict=True))
+        if not all(store.can_crop(count) for stores, count in pairs for store in stores):
+            raise RuntimeError(
+                f"cannot take {slots} tokens back: what a window of {self.geometry.window} would "
+                "see then is gone. Call activate_past_recording() before tokens are added that may "
+                "be taken back"
+            )
+        self.cumulative_length = max(0, self.cumulative_length - slots)
+        for (stores, count), group in zip(pairs, self._ledger.groups, strict=True):
+            for store in stores:
+                store.crop(count)
+                if self.record_past:
+                    store.settle(self._positions(group), self._ledger.bound)
+
+    def reset(self) -> None:
+        """Forgets all tokens and gives their memory back."""
+        self.stores = []
+        self.is_initialized = False
+        self.cumulative_length = 0
+        self.record_past = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Not for one layer alone: the cache's `reorder_cache` moves all of them."""
+        raise InputError("rows are reordered in all layers at once: use the cache's reorder_cache")
+
+    def select_rows(self, index: torch.Tensor, sources: Sources) -> None:
+        """Makes row i what row ``index[i]`` was; `sources` says so group by group."""
+        self.regroup(sources)
+
+    def regroup(self, sources: Sources) -> None:
+        """Makes each group of rows from an old one and an index into its rows."""
+        if not self.stores:
+            return
+        made = []
+        for number, index in sources:
+            pair = tuple(store.copy() for store in self.stores[number])
+            for store in pair:
+                store.map(_selector(index))
+            made.append((pair[0], pair[1]))
+        self.stores = made
+
+    def offload(self) -> None:
+        """Moves what is stored to the CPU."""
+        for stores in self.stores:
+            for store in stores:
+                store.map(lambda held: held.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Moves what is stored back to where it is needed."""
+        for stores in self.stores:
+            for store in stores:
+                store.map(self._bring_back)
+
+    def nbytes(self) -> int:
+        """Bytes held, unused room included."""
+        return sum(store.nbytes() for stores in self.stores for store in stores)
+
+    def live_nbytes(self) -> int:
+        """Bytes of the tokens held."""
+        return sum(store.live_nbytes() for stores in self.stores for store in stores)
+
+    def _expect(self, batch: int, tokens: int, device: torch.device) -> None:
+        """Makes sure that the ledger knows about the tokens that come."""
+        missing = self.cumulative_length + tokens - self._ledger.slots
+        if missing > 0:
+            # No hook told about this call: no padding, and slots are positions.
+            self._ledger.begin(batch, missing, device)
+        if not self.is_initialized:
+            return
+        for stores, group in zip(self.stores, self._ledger.groups, strict=True):
+            for store in stores:
+                store.records = self.record_past
+                rows = batch if group.rows is None else len(group.rows)
+                held = next((b.tensors[0].shape[0] for b in store.buffers if b.tensors), rows)
+                if held != rows:
+                    raise InputError(f"the cache holds {held} rows, the call has {rows}")
+
+    def _new_store(self) -> tuple[SlotStore, SlotStore]:
+        assert self._codecs is not None
+        window = self.geometry.window
+        key, value = (
+            SlotStore(
+                codec,
+                Window(
+                    self.scheme.sink_tokens,
+                    self.scheme.residual_length,
+                    codec.unit,
+                    None if window is None else window - 1,
+                ),
+            )
+            for codec in self._codecs
+        )
+        key.records = value.records = self.record_past
+        return key, value
+
+    def _visible_past(self) -> int:
+        """Earlier slots that the next call can see."""
+        window = self.geometry.window
+        length = self.cumulative_length
+        return length if window is None else min(length, window - 1)
+
+    def _read(self, slot: int, states: torch.Tensor, past: int) -> torch.Tensor:
+        """The newest `past` slots from their codes, followed by `states`."""
+        if past == 0:
+            return states
+        batch, kv_heads, tokens, dim = states.shape
+        shape = (batch, kv_heads, past + tokens, dim)
+        reuse = self._workspace is not None and not torch.is_grad_enabled()
+        if self._workspace is not None and reuse:
+            out = self._workspace.take(("key", "value")[slot], shape, states.dtype, states.device)
+        else:
+            out = torch.empty(shape, dtype=states.dtype, device=states.device)
+        with torch.no_grad():
+            self._read_past(slot, out[:, :, :past])
+            if reuse:
+                out[:, :, past:].copy_(states)
+                return out
+        return torch.cat((out[:, :, :past], states), dim=2)
+
+    def _read_past(self, slot: int, out: torch.Tensor) -> None:
+        """Fills `out` with the newest slots; padding becomes zeros."""
+        end = self.cumulative_length
+        start = end - out.shape[2]
+        for stores, group in zip(self.stores, self._ledger.groups, strict=True):
+            store, positions = stores[slot], self._positions(group)
+            pieces = list(group.pieces(start, end))
+            whole = len(pieces) == 1 and pieces[0][2] == out.shape[2]
+            if whole and group.rows is None:
+                store.read(out, positions, self._ledger.bound)
+                continue
+            seen = sum(count for _, _, count in pieces)
+            rows = list(range(out.shape[0]) if group.rows is None else group.rows)
+            packed = out.new_empty((len(rows), out.shape[1], seen, out.shape[3]))
+            store.read(packed, positions, self._ledger.bound)
+            spread = out.new_zeros((len(rows), *out.shape[1:]))
+            done = 0
+            for first, _, count in pieces:
+                spread[:, :, first - start : first - start + count] = packed[
+                    :, :, done : done + count
+                ]
+                done += count
+            out[rows] = spread
+
+    def _append(self, slot: int, states: torch.Tensor, start: int) -> None:
+        """Stores the real ones among the tokens whose first slot is `start`."""
+        stop = start + states.shape[2]
+        for stores, group in zip(self.stores, self._ledger.groups, strict=True):
+            mine = states if group.rows is None else states[list(group.rows)]
+            pieces = list(group.pieces(start, stop))
+            if not pieces:
+                continue
+            parts = [mine[:, :, first - start : first - start + n] for first, _, n in pieces]
+            real = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+            stores[slot].append(real, self._positions(group), self._ledger.bound)
+
+    def _positions(self, group: RowGroup) -> Any:
+        return self._ledger.positions_of(group, self.device)
+
+    def _bring_back(self, held: torch.Tensor) -> torch.Tensor:
+        if held.device == self.device:
+            return held
+        return held.to(self.device, non_blocking=True)
+
+
+def _selector(index: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda held: held.index_select(0, index.to(held.device))

@@ -1,0 +1,138 @@
+"""What a cache holds, for people to read."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .companions import state_nbytes
+from .layer import QuantizedLayer
+
+if TYPE_CHECKING:
+    from .cache import QuantizedCache
+
+_WIDTH = 110
+
+
+def summary(cache: QuantizedCache) -> str:
+    """A table of layers that are alike, the totals, and what was made of calibration."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("layers", "kind", "keys", "values"):
+        table.add_column(heading)
+    for heading in ("tokens", "live", "held", "bf16", "ratio"):
+        table.add_column(heading, justify="right")
+    total = [0, 0, 0]
+    for members, shown in _alike(cache):
+        sizes = [sum(column) for column in zip(*(_sizes(cache, i) for i in members), strict=True)]
+        total = [a + b for a, b in zip(total, sizes, strict=True)]
+        table.add_row(_ranges(members), *shown, *_bytes(*sizes))
+    table.add_section()
+    total[0] += cache.live_nbytes() - total[0]
+    total[1] += cache.nbytes() - total[1]
+    table.add_row("all", "", "", "", "", *_bytes(*total))
+    stream = io.StringIO()
+    console = Console(file=stream, width=_WIDTH)
+    console.print(table)
+    for line in _remarks(cache):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def _alike(cache: QuantizedCache) -> list[tuple[list[int], tuple[str, ...]]]:
+    """Layers that a row can show together, with what it shows."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for index, layer in enumerate(cache.layers):
+        geometry = cache.geometry.layers[index]
+        if isinstance(layer, QuantizedLayer):
+            slots = tuple(str(cache.plan.slot_scheme(index, slot)) for slot in ("key", "value"))
+            shown = (str(geometry), *slots, f"{layer.get_seq_length():,}")
+        else:
+            shown = (str(geometry), "", "", "")
+        rows.setdefault(shown, []).append(index)
+    return [(members, shown) for shown, members in rows.items()]
+
+
+def _sizes(cache: QuantizedCache, index: int) -> tuple[int, int, int]:
+    """Live bytes, bytes held, and bytes of the same tokens in bf16."""
+    layer = cache.layers[index]
+    if not isinstance(layer, QuantizedLayer):
+        return state_nbytes(layer), state_nbytes(layer), state_nbytes(layer)
+    return layer.live_nbytes(), layer.nbytes(), bf16_nbytes(layer)
+
+
+def bf16_nbytes(layer: QuantizedLayer) -> int:
+    """Bytes that the tokens a layer can see would take in bf16."""
+    geometry = layer.geometry
+    tokens = 0
+    for stores in layer.stores:
+        rows = next((b.tensors[0].shape[0] for b in stores[0].buffers if b.tensors), 0)
+        tokens += rows * (stores[0].length - stores[0].window.first_kept(stores[0].length))
+    return 2 * tokens * geometry.kv_heads * (geometry.key_dim + geometry.value_dim)
+
+
+def _bytes(live: int, held: int, bf16: int) -> tuple[str, ...]:
+    ratio = f"{bf16 / live:.2f} x" if live and bf16 else ""
+    return size(live), size(held), size(bf16), ratio
+
+
+def size(count: int) -> str:
+    """``12.3 MB``."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000  # type: ignore[assignment]
+    return f"{count:.3g} GB"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0-4,7`` of ascending numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _remarks(cache: QuantizedCache) -> list[str]:
+    """What was made of the calibration, and which memory is not in the table."""
+    lines = [f"scheme: {cache.scheme}"]
+    lines += _means(cache)
+    shared = cache.workspace_nbytes()
+    if shared:
+        lines.append(
+            f"beside it: {size(shared)} that all layers share to read into, whatever the number "
+            "of layers"
+        )
+    return lines
+
+
+def _means(cache: QuantizedCache) -> list[str]:
+    """One line on the means that were subtracted."""
+    slots: list[tuple[int, str]] = [
+        (index, slot)
+        for index in cache.geometry.attention_layers
+        for slot in ("key", "value")
+        if cache.plan.slot_scheme(index, slot).center
+    ]
+    if not slots:
+        return []
+    known = [place for place in slots if cache.plan.tensor_scales(*place) is not None]
+    if not known:
+        return ["means: none, the cache is not calibrated; give scales=… for a smaller error"]
+    turned: list[Any] = [
+        pairs for place in known if (pairs := cache.plan.turned_pairs(*place)) is not None
+    ]
+    line = f"means: calibrated for {len(known)} of {len(slots)} slots"
+    if turned:
+        average = sum(int(pairs.sum()) for pairs in turned) / len(turned)
+        line += (
+            f"; turned with the position in {len(turned)} "
+            f"({average:.0f} of {len(turned[0])} rotary pairs on average), fixed in the others"
+        )
+    return [line]
