@@ -12,6 +12,7 @@ from kvquant.errors import SchemeError
 from kvquant.scheme import (
     Granularity,
     QuantScheme,
+    TensorFormat,
     TensorScheme,
     format_names,
     tensor_format,
@@ -23,7 +24,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FORMATS = f"fp8 or one of {', '.join(format_names())}"
 _LAYER = re.compile("[0-9]{1,5}")  # no set of ten billion numbers
-_GRANULARITIES = ", ".join(g.value for g in Granularity)
+_GRANULARITIES = ", ".join(g.value for g in Granularity if g.is_static)
 
 
 def scheme_options(command: Command) -> Command:
@@ -92,19 +93,44 @@ def build_scheme(options: dict[str, Any]) -> QuantScheme:
     """Takes the scheme options out of a command's options.
 
     Raises:
-        SchemeError: An unknown name, or a combination that does not exist.
+        SchemeError: An unknown name, one that needs no calibration, or a combination that does not
+            exist.
     """
     common, granularity = options.pop("format_name"), options.pop("granularity")
     asymmetric = options.pop("asymmetric")
     slots = [
         TensorScheme(
-            tensor_format(options.pop(f"{slot}_format") or common),
-            Granularity.parse(options.pop(f"{slot}_granularity") or granularity),
+            _calibrated_format(options.pop(f"{slot}_format") or common),
+            _static_granularity(options.pop(f"{slot}_granularity") or granularity),
             symmetric=not asymmetric,
         )
         for slot in ("key", "value")
     ]
     return QuantScheme(slots[0], slots[1], _layer_set(options.pop("skip_layers")))
+
+
+def _calibrated_format(name: str) -> TensorFormat:
+    found = tensor_format(name)
+    if found.name not in format_names():
+        needs = (
+            "scales are computed while serving, with the means that every scales file has"
+            if found.is_scaled
+            else "has no scales and needs no calibration"
+        )
+        raise SchemeError(
+            f"{found.name} {needs}; formats with calibrated scales are {', '.join(format_names())}"
+        )
+    return found
+
+
+def _static_granularity(name: str) -> Granularity:
+    found = Granularity.parse(name)
+    if not found.is_static:
+        raise SchemeError(
+            f"{found.value} scales are computed while serving and need no calibration; calibrated "
+            f"scales are {_GRANULARITIES}"
+        )
+    return found
 
 
 def build_method(options: dict[str, Any]) -> RangeMethod:

@@ -129,10 +129,12 @@ def stats_values(stats: CalibrationStats) -> dict[str, Any]:
 
 
 def _scale_values(scales: TensorScales) -> dict[str, Any]:
-    zero_point = scales.zero_point
+    zero_point, turned = scales.zero_point, scales.turned_pairs
     return {
         "scale": scales.scale.tolist(),
         "zero_point": None if zero_point is None else zero_point.tolist(),
+        # Rotary pairs whose mean turns with the position; none: fixed; null: nothing is rotated.
+        "turned_pairs": None if turned is None else turned.nonzero().flatten().tolist(),
     }
 
 

@@ -10,6 +10,7 @@ from kvquant.scales import KVScales, LayerScales, TensorScales
 from kvquant.scheme import Granularity, QuantScheme, TensorScheme
 
 from .error import Bins, squared_error
+from .mean_form import choose_turned
 from .method import Method, RangeMethod
 from .sketch import QuantileSketch
 from .stats import CalibrationStats, ChannelStats
@@ -42,7 +43,8 @@ def solve(
 
     Raises:
         NotObservedError: A layer that the scheme quantizes was never observed.
-        SchemeError: A skipped layer that the model does not have.
+        SchemeError: A skipped layer that the model does not have, or a scheme without calibrated
+            scales.
     """
     method = method or RangeMethod()
     scheme.check(stats.geometry)
@@ -59,7 +61,7 @@ def solve(
 
 
 def solve_tensor(stats: ChannelStats, scheme: TensorScheme, method: RangeMethod) -> TensorScales:
-    """Scales of one slot of one layer."""
+    """Scales of one slot of one layer, with its means and which of them turn."""
     rows = _shared_rows(stats, scheme.granularity)
     low, high = _range(rows, scheme, method)
     shape = scheme.granularity.scale_shape(*stats.shape)
@@ -70,6 +72,7 @@ def solve_tensor(stats: ChannelStats, scheme: TensorScheme, method: RangeMethod)
         mean=stats.mean.float(),
         mean_unrotated=None if unrotated is None else unrotated.float(),
         rotary=stats.rotary,
+        turned=choose_turned(stats),
     )
 
 

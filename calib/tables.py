@@ -18,6 +18,7 @@ from kvquant.scales import KVScales, TensorScales
 from kvquant.scheme import TensorScheme
 
 from .drift import DriftReport, HeadDrift
+from .mean_form import mean_form_lines
 from .outliers import OUTLIER_RATIO, Remark, outlier, outlier_ratio, remarks
 from .stats import CalibrationStats, ChannelStats, LayerStats
 from .wording import model_title, percent
@@ -69,7 +70,7 @@ def stats_summary(stats: CalibrationStats, verbose: bool = False) -> RenderableT
 
 
 def scales_summary(scales: KVScales, verbose: bool = False) -> RenderableType:
-    """Table of the layers whose keys and values need the widest range.
+    """Table of the layers whose keys and values need the widest range, and the means' forms.
 
     Args:
         scales: Scales of a model.
@@ -99,7 +100,8 @@ def scales_summary(scales: KVScales, verbose: bool = False) -> RenderableType:
         "smallest … largest of the layer. Range: what is represented without clipping.",
         style="dim",
     )
-    return Group(table, caption, *_latent_caption(scales.geometry))
+    means = [Text(line) for line in mean_form_lines(scales)]
+    return Group(table, caption, *means, *_latent_caption(scales.geometry))
 
 
 def provenance_panel(provenance: Provenance, geometry: CacheGeometry) -> Panel:

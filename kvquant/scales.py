@@ -27,6 +27,9 @@ class TensorScales:
         mean: Mean of each channel, float32 ``[kv_heads, dim]``.
         mean_unrotated: Mean before rotary embedding, likewise, or None where it is not rotated.
         rotary: Which channels are rotated, and how.
+        turned: Rotary pairs whose mean turns with the position, bool ``[rotary.width // 2]`` in the
+            order of `RotaryLayout.split`. None where nothing is rotated, or in files that do not
+            say: then all do.
     """
 
     scale: torch.Tensor
@@ -34,6 +37,7 @@ class TensorScales:
     mean: torch.Tensor | None = None
     mean_unrotated: torch.Tensor | None = None
     rotary: RotaryLayout | None = None
+    turned: torch.Tensor | None = None
 
     def __eq__(self, other: object) -> bool:
         """Whether all numbers are the same, bit for bit."""
@@ -46,7 +50,8 @@ class TensorScales:
 
         Raises:
             SchemeError: A wrong shape or dtype, a scale that is not finite and positive, a zero
-                point that is not a whole number, or a mean that is not finite.
+                point that is not a whole number, a mean that is not finite, or turned pairs that
+                are not those of the rotary layout.
         """
         shape = scheme.granularity.scale_shape(kv_heads, dim)
         _check_tensor(f"{what}: {scheme.granularity.value} scales", self.scale, shape)
@@ -62,6 +67,17 @@ class TensorScales:
         for mean in (self.mean, self.mean_unrotated):
             if mean is not None:
                 _check_tensor(f"{what}: means", mean, (kv_heads, dim))
+        if self.turned is not None:
+            _check_turned(what, self.turned, self.rotary)
+
+    @property
+    def turned_pairs(self) -> torch.Tensor | None:
+        """`turned`, made whole: all pairs where a file does not say; None without rotation."""
+        if self.rotary is None or self.mean_unrotated is None:
+            return None
+        if self.turned is not None:
+            return self.turned
+        return torch.ones(self.rotary.width // 2, dtype=torch.bool)
 
     def range(self, scheme: TensorScheme) -> tuple[torch.Tensor, torch.Tensor]:
         """Smallest and largest representable value, float64 of `scale`'s shape.
@@ -117,7 +133,8 @@ class KVScales:
         method: How the range was chosen, for people: ``amax``, ``percentile 99.9``, ``mse``.
 
     Raises:
-        SchemeError: A tensor of wrong shape, or a scale that is not finite and positive.
+        SchemeError: A scheme that takes no calibrated scales, a tensor of wrong shape, or a scale
+            that is not finite and positive.
         NotObservedError: A layer that the scheme quantizes has no scales.
     """
 
@@ -129,6 +146,7 @@ class KVScales:
 
     def __post_init__(self) -> None:
         """Refuses what no cache could use."""
+        _check_static(self.scheme)
         wanted = set(self.scheme.quantized_layers(self.geometry))
         if wanted != set(self.layers):
             missing, extra = wanted - self.layers.keys(), self.layers.keys() - wanted
@@ -216,6 +234,27 @@ def _same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.equal(other)
     return type(one) is type(other) and one == other
+
+
+def _check_static(scheme: QuantScheme) -> None:
+    for slot, name in ((scheme.key, "keys"), (scheme.value, "values")):
+        if not slot.granularity.is_static:
+            raise SchemeError(
+                f"{name} as {slot} take no calibrated scales: those are per-tensor, per-head or "
+                "per-channel"
+            )
+    if scheme.layers:
+        raise SchemeError("calibrated scales are of one scheme; layers can only be skipped")
+
+
+def _check_turned(what: str, turned: torch.Tensor, rotary: RotaryLayout | None) -> None:
+    if rotary is None:
+        raise SchemeError(f"{what}: turned pairs go with a rotary layout, and only with it")
+    if turned.dtype != torch.bool or tuple(turned.shape) != (rotary.width // 2,):
+        raise SchemeError(
+            f"{what}: turned pairs must be bool [{rotary.width // 2}], not "
+            f"{str(turned.dtype).removeprefix('torch.')} {list(turned.shape)}"
+        )
 
 
 def _check_tensor(what: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:

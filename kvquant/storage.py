@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .scales import KVScales, TensorScales
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _SLOTS = ("key", "value")
 _SCALE_TENSORS = ("scale", "zero_point", "mean", "mean_unrotated")
 
@@ -34,7 +34,7 @@ def write(
 
     Args:
         path: Final name. An existing file stays as it is until the new one is complete.
-        kind: ``scales`` or ``stats``; `read` insists on it.
+        kind: ``scales``, ``stats`` or ``prefix``; `read` insists on it.
         tensors: Named tensors, on any device; they may share memory.
         header: JSON values.
 
@@ -112,7 +112,8 @@ def read(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]
 
     if not os.path.isfile(path):
         what = "is a directory" if os.path.isdir(path) else "does not exist or is no file"
-        raise FileFormatError(f"{path} {what}; a {kind} file from `kvquant calibrate` is needed")
+        maker = "QuantizedCache.save" if kind == "prefix" else "kvquant calibrate"
+        raise FileFormatError(f"{path} {what}; a {kind} file from `{maker}` is needed")
     try:
         with safe_open(path, framework="pt") as file:
             header = parse_header(path, kind, file.metadata())
@@ -137,7 +138,7 @@ def parsing(path: Path) -> Iterator[None]:
 
 
 def kind_of(path: Path) -> str | None:
-    """``scales``, ``stats``, or None for anything that `write` did not produce."""
+    """``scales``, ``stats``, ``prefix``, or None for anything that `write` did not produce."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -174,6 +175,11 @@ def save_scales(scales: KVScales, path: Path) -> None:
     Raises:
         InputError: The place cannot be written, or the disk is full.
     """
+    write(path, "scales", *pack_scales(scales))
+
+
+def pack_scales(scales: KVScales) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and header of a file that holds `scales`."""
     slots = {
         f"layers.{index}.{slot}": getattr(layer, slot)
         for index, layer in scales.layers.items()
@@ -185,6 +191,9 @@ def save_scales(scales: KVScales, path: Path) -> None:
         for name in _SCALE_TENSORS
         if (tensor := getattr(slot, name)) is not None
     }
+    for prefix, slot in slots.items():
+        if slot.turned is not None:
+            tensors[f"{prefix}.turned"] = slot.turned.byte()
     rotary = {prefix: slot.rotary.to_dict() for prefix, slot in slots.items() if slot.rotary}
     header = {
         "scheme": scales.scheme.to_dict(),
@@ -194,7 +203,7 @@ def save_scales(scales: KVScales, path: Path) -> None:
         "layers": sorted(scales.layers),
         "rotary": rotary,
     }
-    write(path, "scales", tensors, header)
+    return tensors, header
 
 
 def load_scales(
@@ -240,25 +249,30 @@ def find(path: Path | str, suffix: str) -> Path:
 
 
 def _read_scales(path: Path) -> KVScales:
+    tensors, header = read(path, "scales")
+    with parsing(path):
+        return unpack_scales(tensors, header)
+
+
+def unpack_scales(tensors: Mapping[str, torch.Tensor], header: dict[str, Any]) -> KVScales:
+    """Inverse of `pack_scales`; errors of all kinds where the file is damaged: see `parsing`."""
     from .geometry import CacheGeometry
     from .provenance import Provenance
     from .scales import KVScales, LayerScales
     from .scheme import QuantScheme
 
-    tensors, header = read(path, "scales")
-    with parsing(path):
-        return KVScales(
-            CacheGeometry.from_dict(header["geometry"]),
-            QuantScheme.from_dict(header["scheme"]),
-            {
-                index: LayerScales(
-                    *(_tensor_scales(tensors, header, f"layers.{index}.{slot}") for slot in _SLOTS)
-                )
-                for index in header["layers"]
-            },
-            Provenance.from_dict(header["provenance"]),
-            header["method"],
-        )
+    return KVScales(
+        CacheGeometry.from_dict(header["geometry"]),
+        QuantScheme.from_dict(header["scheme"]),
+        {
+            index: LayerScales(
+                *(_tensor_scales(tensors, header, f"layers.{index}.{slot}") for slot in _SLOTS)
+            )
+            for index in header["layers"]
+        },
+        Provenance.from_dict(header["provenance"]),
+        header["method"],
+    )
 
 
 def _tensor_scales(
@@ -273,4 +287,17 @@ def _tensor_scales(
     return TensorScales(
         **{name: tensors.get(f"{prefix}.{name}") for name in _SCALE_TENSORS},  # type: ignore[arg-type]
         rotary=RotaryLayout(**rotary) if rotary else None,
+        turned=_turned(f"{prefix}.turned", tensors),
     )
+
+
+def _turned(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Bytes as bool; None in files of version 1, which do not say."""
+    import torch
+
+    stored = tensors.get(name)
+    if stored is None:
+        return None
+    if stored.dtype != torch.uint8 or bool((stored > 1).any()):
+        raise ValueError(f"{name} must be bytes of 0 and 1")
+    return stored.bool()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,7 @@ def test_the_whole_way_as_processes(models: dict[str, Path], tmp_path: Path) -> 
     done = kvquant(*calibrate(models["base"], tmp_path / "base"))
     assert done.returncode == 0, done.stderr
     assert "written" in done.stdout
+    assert re.findall(r"^key mean: (?:fixed|turned with position) in .*", done.stdout, re.M)
     assert "1 row read" in done.stderr
     done = kvquant(*calibrate(models["base"], tmp_path / "ft", "--adapter", models["lora-a"]))
     assert done.returncode == 0, done.stderr
@@ -94,6 +96,7 @@ def test_the_whole_way_as_processes(models: dict[str, Path], tmp_path: Path) -> 
     shown = kvquant("inspect", tmp_path / "ft", "--plot", tmp_path / "ft.png")
     assert shown.returncode == 0, shown.stderr
     assert "fp8_e4m3 per-tensor" in shown.stdout
+    assert re.findall(r"^key mean: (?:fixed|turned with position) in .*", shown.stdout, re.M)
     assert (tmp_path / "ft.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -108,6 +111,22 @@ def test_json_is_the_only_thing_on_stdout(
     assert provenance["longest_position"] == 64
     assert provenance["corpora"][0]["tokens_used"] == 192
     assert result["members"]["base"]["layers"].keys() == {"0", "1"}
+    for index, layer in load_scales(tmp_path / "out").layers.items():
+        shown = result["scales"]["layers"][str(index)]
+        assert layer.key.turned is not None
+        assert shown["key"]["turned_pairs"] == layer.key.turned.nonzero().flatten().tolist()
+        assert shown["value"]["turned_pairs"] is None
+
+
+@pytest.mark.parametrize("command", ["calibrate", "solve", "drift"])
+def test_help_lists_what_calibration_finds_scales_for(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--help"]) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert "fp8 or one of fp8_e4m3, fp8_e5m2, int8, int4." in text
+    assert "What shares a scale: per-tensor, per-head, per-channel." in text
+    assert not any(word in text for word in ("int3", "bf16", "per-token", "per-group"))
 
 
 def test_scales_are_those_of_the_model_they_were_measured_on(
@@ -176,6 +195,25 @@ def bad_inputs(models: dict[str, Path], tmp_path: Path) -> dict[str, tuple[list[
         "no such model": (["calibrate", "-m", tmp_path / "nothing", "-o", out], "nothing"),
         "a directory that is no model": (["calibrate", "-m", tmp_path, "-o", out], "config.json"),
         "unknown format": ([*calibrate(base, out), "--format", "int5"], "fp8_e4m3, fp8_e5m2, int8"),
+        "format without scales": (
+            [*calibrate(base, out), "--key-format", "bf16"],
+            "bf16 has no scales and needs no calibration; formats with calibrated scales are "
+            "fp8_e4m3, fp8_e5m2, int8, int4",
+        ),
+        "format whose scales are not calibrated": (
+            ["solve", broken, "-o", out, "--format", "int3"],
+            "int3 scales are computed while serving, with the means that every scales file has; "
+            "formats with calibrated scales are fp8_e4m3, fp8_e5m2, int8, int4",
+        ),
+        "granularity of serving": (
+            [*calibrate(base, out), "--granularity", "token"],
+            "per-token scales are computed while serving and need no calibration; calibrated "
+            "scales are per-tensor, per-head, per-channel",
+        ),
+        "groups": (
+            ["drift", broken, broken, "--value-granularity", "per-group"],
+            "per-group scales are computed while serving",
+        ),
         "unknown granularity": (
             [*calibrate(base, out), "--granularity", "per-row"], "per-tensor, per-head",
         ),

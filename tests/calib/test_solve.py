@@ -15,7 +15,7 @@ from kvquant.geometry import CacheGeometry, LayerGeometry, LayerKind
 from kvquant.quantize.reference import dequantize, quantize
 from kvquant.rotary import RotaryLayout
 from kvquant.scales import TensorScales
-from kvquant.scheme import Granularity, QuantScheme, TensorScheme, tensor_format
+from kvquant.scheme import EXACT, Granularity, QuantScheme, TensorScheme, tensor_format
 
 FORMATS = ["fp8_e4m3", "fp8_e5m2", "int8", "int4"]
 QMAX = {"fp8_e4m3": 448, "fp8_e5m2": 57344, "int8": 127, "int4": 7}
@@ -168,9 +168,31 @@ def test_means_and_rotation_travel_with_the_scales() -> None:
     assert scales.mean_unrotated is not None
     assert torch.equal(scales.mean_unrotated, (stats.mean * 2).float())
     assert scales.rotary == layout
+    assert scales.turned is not None
+    assert scales.turned.tolist() == [True], "its mean is twice as large before rotation"
     plain = solve_tensor(stats_of(sampled("normal")), scheme("int8"), AMAX)
     assert plain.mean_unrotated is None
     assert plain.rotary is None
+    assert plain.turned is None
+
+
+@pytest.mark.parametrize("slot", ["key", "value"])
+@pytest.mark.parametrize(
+    "dynamic",
+    [
+        TensorScheme(tensor_format("int8"), Granularity.PER_TOKEN),
+        TensorScheme(tensor_format("int3"), Granularity.PER_TOKEN, center=True, rotate=True),
+        TensorScheme(tensor_format("int4"), Granularity.PER_GROUP, group_size=32),
+        TensorScheme(tensor_format("bf16"), Granularity.PER_TOKEN),
+        EXACT,
+    ],
+    ids=str,
+)
+def test_schemes_without_calibrated_scales_are_refused(slot: str, dynamic: TensorScheme) -> None:
+    static = scheme("int8")
+    both = QuantScheme(**{"key": static, "value": static, slot: dynamic})
+    with pytest.raises(SchemeError, match="no calibrated scales"):
+        solve(model_stats({0: any_layer()}, [LayerKind.FULL]), both)
 
 
 # Channels without much to say

@@ -138,6 +138,19 @@ def test_scales(how: QuantScheme, cells: list[str]) -> None:
     assert len(rows_of(printed(scales_summary(scales, verbose=True)))) == 30
 
 
+def test_scales_say_which_form_of_the_mean_pays(tiny: Callable[..., Any]) -> None:
+    scales = solve(many_layers(), scheme("fp8", "per-tensor"))
+    assert "\nkey mean: fixed in all 30 layers\n" in printed(scales_summary(scales))
+    model = tiny("qwen2")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.bias.zero_()
+    ids = torch.randint(3, 128, (4, 64), generator=torch.Generator().manual_seed(0)).tolist()
+    stats = collect(model, ids, CacheGeometry.from_config(model.config))
+    assert (
+        "\nkey mean: turned with position in 1 of 2 layers (5 of 8 pairs on average), fixed in 1\n"
+    ) in printed(scales_summary(solve(stats, scheme("fp8", "per-tensor"))))
+
+
 def test_provenance() -> None:
     provenance = Provenance(
         model="base",

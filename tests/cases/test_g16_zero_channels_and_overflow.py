@@ -25,6 +25,7 @@ SCHEMES = [
     TensorScheme(tensor_format(name), granularity, symmetric)
     for name in ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
     for granularity in Granularity
+    if granularity.is_static
     for symmetric in (True, False)
     if symmetric or name.startswith("int")
 ]

@@ -83,13 +83,20 @@ def test_header_fields_are_the_documented_ones(written: Any, kind: str, title: s
     assert set(fields(header)) == expected - {LINEAGE_KEY, "merged"}
 
 
+def test_the_page_defines_the_version_that_is_written(written: Any) -> None:
+    (version,) = re.findall(r"This page defines version (\d+)", DOCUMENT.read_text())
+    assert {header["version"] for _, header in written.values()} == {int(version)}
+
+
 @pytest.mark.parametrize(("kind", "title"), [("scales", "scales"), ("stats", "statistics")])
 def test_tensor_names_are_the_documented_ones(written: Any, kind: str, title: str) -> None:
     tensors, _ = written[kind]
-    # Values are not rotated in this model.
     found = {re.sub(r"\d+", "N", name) for name in tensors}
     expected = documented(f"Tensors of a {title} file")
-    assert found | {name for name in expected if re.search(r"value.*unrotated", name)} == expected
+    # Values are not rotated in this model.
+    absent = {name for name in expected if re.search(r"value.*(unrotated|turned)", name)}
+    assert found | absent == expected
+    assert not found & absent
 
 
 def test_shapes_and_dtypes_are_the_documented_ones(written: Any) -> None:
@@ -111,6 +118,8 @@ def test_shapes_and_dtypes_are_the_documented_ones(written: Any) -> None:
         tensor = tensors[f"layers.0.key.{name}"]
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
     scales, _ = written["scales"]
+    turned = [scales.pop(name) for name in list(scales) if name.endswith(".turned")]
+    assert {(mask.dtype, tuple(mask.shape)) for mask in turned} == {(torch.uint8, (dim // 2,))}
     assert {tensor.dtype for tensor in scales.values()} == {torch.float32}
     assert {tuple(tensor.shape) for tensor in scales.values()} == {(heads, dim)}
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from kvquant.rotary import RotaryLayout
 from kvquant.scales import KVScales, LayerScales, TensorScales
 from kvquant.scheme import Granularity, QuantScheme, TensorScheme, format_names, tensor_format
 
+STATIC = [granularity for granularity in Granularity if granularity.is_static]
 SCHEMES = [
     TensorScheme(tensor_format(name), granularity, symmetric)
-    for name, granularity, symmetric in product(format_names(), Granularity, (True, False))
+    for name, granularity, symmetric in product(format_names(), STATIC, (True, False))
     if symmetric or name.startswith("int")
 ]
 KV_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 3
@@ -27,8 +29,10 @@ GEOMETRY = CacheGeometry("llama", (FULL, LayerGeometry(LayerKind.LINEAR), FULL),
 """Layers 0 and 2 keep tokens, keys are wider than values."""
 
 
-def scheme(name: str, granularity: str = "channel", symmetric: bool = True) -> TensorScheme:
-    return TensorScheme(tensor_format(name), Granularity.parse(granularity), symmetric)
+def scheme(
+    name: str, granularity: str = "channel", symmetric: bool = True, **dynamic: Any
+) -> TensorScheme:
+    return TensorScheme(tensor_format(name), Granularity.parse(granularity), symmetric, **dynamic)
 
 
 def made(low: float, high: float, how: TensorScheme) -> tuple[float, float | None]:
@@ -45,7 +49,13 @@ def random_tensor(how: TensorScheme, dim: int, seed: int) -> TensorScales:
     ends = torch.randn((2, *shape), generator=random) * torch.rand(shape, generator=random) * 10
     scales = TensorScales.from_range(ends.amin(0), ends.amax(0), how)
     mean = torch.randn(KV_HEADS, dim, generator=random)
-    return replace(scales, mean=mean, mean_unrotated=mean + 1)
+    return replace(
+        scales,
+        mean=mean,
+        mean_unrotated=mean + 1,
+        rotary=RotaryLayout(0, 2, False, "half"),
+        turned=torch.tensor([seed % 2 == 0]),
+    )
 
 
 def random_scales(key: TensorScheme, value: TensorScheme | None = None, seed: int = 0) -> KVScales:
@@ -303,17 +313,86 @@ def test_every_quantized_layer_has_scales_and_no_other() -> None:
     assert replace(whole, scheme=skipped, layers={2: layer}).layers.keys() == {2}
 
 
-@pytest.mark.parametrize("name", ["scale", "zero_point", "mean", "mean_unrotated"])
+@pytest.mark.parametrize("name", ["scale", "zero_point", "mean", "mean_unrotated", "turned"])
 def test_scales_are_equal_only_bit_for_bit(name: str) -> None:
     how = scheme("int8", symmetric=False)
     one = random_tensor(how, KEY_DIM, seed=0)
     assert one == random_tensor(how, KEY_DIM, seed=0)
     changed = getattr(one, name).clone()
-    changed[1, 1] += 1
+    changed.view(-1)[-1] = 0 if changed.dtype == torch.bool else changed.view(-1)[-1] + 1
     assert one != replace(one, **{name: changed})
     assert one != replace(one, **{name: None})
-    assert one != replace(one, rotary=RotaryLayout(0, 2, False, "half"))
+    assert one != replace(one, rotary=RotaryLayout(0, 4, False, "half"))
     assert one != "something else"
+
+
+LAYOUT = RotaryLayout(0, KEY_DIM, False, "half")
+
+
+@pytest.mark.parametrize(
+    ("turned", "found"),
+    [
+        (torch.ones(KEY_DIM, dtype=torch.bool), r"bool \[4\]"),
+        (torch.ones(1, dtype=torch.bool), r"bool \[1\]"),
+        (torch.ones(1, 2, dtype=torch.bool), r"bool \[1, 2\]"),
+        (torch.tensor(True), r"bool \[\]"),
+        (torch.ones(2, dtype=torch.uint8), r"uint8 \[2\]"),
+        (torch.ones(2), r"float32 \[2\]"),
+    ],
+    ids=str,
+)
+def test_turned_pairs_are_those_of_the_rotary_layout(turned: torch.Tensor, found: str) -> None:
+    scales = TensorScales(torch.ones(1, 1), rotary=LAYOUT, turned=turned)
+    with pytest.raises(SchemeError, match=rf"keys: turned pairs must be bool \[2\], not {found}$"):
+        one_layer(scales, scheme("int8", "tensor"))
+
+
+def test_turned_pairs_need_a_rotary_layout() -> None:
+    scales = TensorScales(torch.ones(1, 1), turned=torch.ones(2, dtype=torch.bool))
+    with pytest.raises(SchemeError, match="turned pairs go with a rotary layout"):
+        one_layer(scales, scheme("int8", "tensor"))
+
+
+def test_scales_that_do_not_say_turn_every_pair() -> None:
+    mean = torch.zeros(KV_HEADS, KEY_DIM)
+    one = torch.ones(1, 1)
+    unrotated = TensorScales(one, mean=mean)
+    unsaid = replace(unrotated, mean_unrotated=mean, rotary=LAYOUT)
+    assert unrotated.turned_pairs is None
+    assert unsaid.turned_pairs is not None
+    assert unsaid.turned_pairs.tolist() == [True, True]
+    mask = torch.tensor([False, True])
+    assert replace(unsaid, turned=mask).turned_pairs is mask
+    one_layer(replace(unsaid, turned=mask), scheme("int8", "tensor"))
+
+
+# What calibration finds no scales for
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "words"),
+    [
+        (scheme("int8", "token"), "int8 per-token take no calibrated scales: those are per-tensor"),
+        (
+            scheme("int4", "group", group_size=64),
+            "int4 per-channel in groups of 64 tokens take no calibrated scales",
+        ),
+        (scheme("none", "token"), "none take no calibrated scales"),
+    ],
+    ids=str,
+)
+def test_schemes_with_dynamic_scales_are_refused(dynamic: TensorScheme, words: str) -> None:
+    whole = random_scales(scheme("int8"))
+    for slot, name in (("key", "keys"), ("value", "values")):
+        with pytest.raises(SchemeError, match=f"^{name} as {words}"):
+            replace(whole, scheme=replace(whole.scheme, **{slot: dynamic}))
+
+
+def test_layers_with_a_scheme_of_their_own_are_refused() -> None:
+    whole = random_scales(scheme("int8"))
+    own = replace(whole.scheme, layers=((0, whole.scheme),))
+    with pytest.raises(SchemeError, match="layers can only be skipped"):
+        replace(whole, scheme=own)
 
 
 # Reducing to a coarser granularity
@@ -398,6 +477,8 @@ def test_reducing_keeps_everything_else() -> None:
     for (_, fine), (_, reduced) in zip(slots(whole), slots(coarse), strict=True):
         assert fine.mean is reduced.mean
         assert fine.mean_unrotated is reduced.mean_unrotated
+        assert fine.rotary is reduced.rotary
+        assert fine.turned is reduced.turned
     assert whole.scheme.key.granularity is Granularity.PER_CHANNEL
 
 
@@ -415,6 +496,15 @@ def test_shared_scales_are_safe_for_both(how: TensorScheme) -> None:
             assert bool((low <= ends(single)[0] + slack).all())
             assert bool((high >= ends(single)[1] - slack).all())
     assert_same_numbers(shared, other.union(one))
+
+
+def test_shared_scales_have_the_means_of_the_first() -> None:
+    one, other = random_scales(scheme("int8"), seed=0), random_scales(scheme("int8"), seed=1)
+    shared = one.union(other)
+    for (_, mine), (_, theirs), (_, both) in zip(*map(slots, (one, other, shared)), strict=True):
+        assert mine != theirs
+        for name in ("mean", "mean_unrotated", "rotary", "turned"):
+            assert getattr(both, name) is getattr(mine, name)
 
 
 @pytest.mark.parametrize("name", format_names())

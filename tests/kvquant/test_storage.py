@@ -49,7 +49,8 @@ def tensor_scales(how: TensorScheme, dim: int, seed: int, rotary: bool) -> Tenso
         TensorScales.from_range(ends.amin(0), ends.amax(0), how),
         mean=mean,
         mean_unrotated=mean * 2 if rotary else None,
-        rotary=RotaryLayout(0, 2, True, "even") if rotary else None,
+        rotary=RotaryLayout(0, dim, True, "even") if rotary else None,
+        turned=torch.randint(2, (dim // 2,), generator=random).bool() if rotary else None,
     )
 
 
@@ -100,7 +101,7 @@ def scale_sets(draw: st.DrawFn) -> KVScales:
             tensor_format(name), granularity, symmetric or name.startswith("fp8")
         ),
         st.sampled_from(format_names()),
-        st.sampled_from(list(Granularity)),
+        st.sampled_from([g for g in Granularity if g.is_static]),
         st.booleans(),
     )
     skip = draw(st.sampled_from([frozenset[int](), frozenset({0}), frozenset({0, 2})]))
@@ -123,12 +124,17 @@ def test_the_file_is_plain_safetensors_with_a_json_header(saved: Path) -> None:
     with safe_open(saved, framework="pt") as file:
         metadata = file.metadata()
         scale = file.get_tensor("layers.2.key.scale")
+        turned = file.get_tensor("layers.2.key.turned")
+        names = set(file.keys())
     assert metadata["format"] == "pt"
     header = json.loads(metadata["kvquant"])
-    assert (header["version"], header["kind"]) == (1, "scales")
+    assert (header["version"], header["kind"]) == (2, "scales")
     assert header["layers"] == [0, 2]
     assert header["provenance"]["model"] == "modèle"
     assert torch.equal(scale, SCALES.layers[2].key.scale)
+    assert turned.dtype == torch.uint8
+    assert torch.equal(turned.bool(), SCALES.layers[2].key.turned)
+    assert "layers.2.value.turned" not in names
 
 
 def test_tensors_may_share_memory_and_lie_across_it(tmp_path: Path) -> None:
@@ -362,13 +368,24 @@ def rewritten(
 
 
 def test_a_newer_version_says_to_upgrade(saved: Path) -> None:
-    message = refusal(rewritten(saved, lambda header: {**header, "version": 2}))
-    assert "format version 2, this kvquant reads up to 1" in message
+    message = refusal(rewritten(saved, lambda header: {**header, "version": 3}))
+    assert "format version 3, this kvquant reads up to 2" in message
     assert "upgrade" in message
 
 
 def test_a_newer_version_with_another_header_still_says_to_upgrade(saved: Path) -> None:
     assert "upgrade" in refusal(rewritten(saved, lambda _: {"version": 9, "kind": "scales"}))
+
+
+def test_a_file_of_version_1_does_not_say_which_pairs_turn(saved: Path) -> None:
+    def forget(tensors: dict[str, torch.Tensor]) -> None:
+        for index in SCALES.layers:
+            del tensors[f"layers.{index}.key.turned"]
+
+    found = load_scales(rewritten(saved, lambda header: {**header, "version": 1}, forget))
+    for index, layer in SCALES.layers.items():
+        assert found.layers[index].key == replace(layer.key, turned=None)
+        assert found.layers[index].value == layer.value
 
 
 def test_statistics_are_no_scales(saved: Path) -> None:
@@ -428,6 +445,8 @@ def test_a_missing_scale_is_named(saved: Path, name: str) -> None:
         ("layers.0.key.scale", torch.ones(2, 4).half()),
         ("layers.0.key.zero_point", torch.full((2, 4), 0.5)),
         ("layers.2.value.mean", torch.full((2, 3), float("inf"))),
+        ("layers.0.key.turned", torch.ones(3, dtype=torch.uint8)),
+        ("layers.2.value.turned", torch.ones(1, dtype=torch.uint8)),
     ],
 )
 def test_tensors_that_no_cache_could_use_are_refused(
@@ -435,6 +454,13 @@ def test_tensors_that_no_cache_could_use_are_refused(
 ) -> None:
     damaged = rewritten(saved, tensors=lambda tensors: tensors.update({name: value}))
     assert name.rpartition(".")[0].replace("layers.", "layer ").split(".")[0] in refusal(damaged)
+
+
+@pytest.mark.parametrize("value", [torch.tensor([0, 2], dtype=torch.uint8), torch.ones(2)], ids=str)
+def test_turned_pairs_are_stored_as_bytes_of_0_and_1(saved: Path, value: torch.Tensor) -> None:
+    name = "layers.0.key.turned"
+    damaged = rewritten(saved, tensors=lambda tensors: tensors.update({name: value}))
+    assert refusal(damaged).endswith(f"{name} must be bytes of 0 and 1")
 
 
 # Whose scales they are

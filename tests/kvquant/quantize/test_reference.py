@@ -14,9 +14,10 @@ from kvquant.scheme import Granularity, TensorScheme, format_names, tensor_forma
 SHAPES = [(1, 1, 1, 1), (2, 1, 5, 8), (5, 3, 7, 13), (1, 2, 123, 16)]
 """``[batch, kv_heads, tokens, dim]``: one of everything, one KV head, nothing even, many tokens."""
 
+STATIC = [granularity for granularity in Granularity if granularity.is_static]
 SCHEMES = [
     TensorScheme(tensor_format(name), granularity, symmetric)
-    for name, granularity, symmetric in product(format_names(), Granularity, (True, False))
+    for name, granularity, symmetric in product(format_names(), STATIC, (True, False))
     if symmetric or name.startswith("int")
 ]
 INTEGER = [how for how in SCHEMES if not how.format.is_float]
