@@ -13,7 +13,7 @@ from click import Command
 import kvquant
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = {"calibrate", "solve", "merge", "drift", "inspect"}
+COMMANDS = {"calibrate", "check", "drift", "inspect", "merge", "plan", "solve"}
 
 
 def imported_by(statement: str) -> set[str]:

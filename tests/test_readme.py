@@ -13,7 +13,14 @@ import pytest
 from kvquant.cli import kvquant, run
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "examples/README.md", "docs/files.md", "docs/glossary.md")
+PAGES = (
+    "README.md",
+    "examples/README.md",
+    "docs/capacity.md",
+    "docs/files.md",
+    "docs/glossary.md",
+    "docs/schemes.md",
+)
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -73,14 +73,10 @@ class Plan:
         scales = self.tensor_scales(layer_idx, slot)
         if not self.slot_scheme(layer_idx, slot).center or scales is None:
             return None
-        if scales.rotary is None or scales.mean_unrotated is None:
+        pairs = scales.turned_pairs
+        if pairs is None or not bool(pairs.any()):
             return None
-        pairs = scales.turned
-        if pairs is None:
-            pairs = torch.ones(scales.rotary.width // 2, dtype=torch.bool)
-        if not bool(pairs.any()) or embedding_of(self.decoder, layer_idx) is None:
-            return None
-        return pairs
+        return None if embedding_of(self.decoder, layer_idx) is None else pairs
 
     @property
     def turns_means(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,11 @@ from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
 from kvquant.presets import preset
 from kvquant.scales import KVScales
-from kvquant.scheme import QuantScheme
+from kvquant.scheme import Granularity, QuantScheme, TensorScheme
 from kvquant.storage import load_scales
 
 from .build import Plan, build_layers
-from .companions import state_nbytes
+from .companions import check_state_crop, crop_state, state_nbytes
 from .layer import QuantizedLayer
 from .ledger import Sources, TokenLedger
 from .transformers_compat import by_name, cache_of_call, tokens_to_remove
@@ -122,10 +123,25 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         chosen = _choose_scheme(scheme, found, changes, layers or {}, len(geometry.layers))
         chosen.check(geometry)
         decoder = base_model(model).get_decoder()
+        if offloading and decoder.device.type == "cpu":
+            raise InputError("offloading moves layers to the CPU, where this model already is")
         plan = Plan(geometry, chosen, found, decoder)
         ledger, workspace = TokenLedger(plan.turns_means), Workspace()
         _install_hook(decoder)
         return cls(build_layers(plan, ledger, workspace), plan, ledger, workspace, offloading)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedCache:
+        """A cache that goes its own way from here; the model and its scales are shared."""
+        shared: list[Any] = [self.plan, self.geometry, self.scheme, self.scales]
+        shared += [
+            store.codec for layer in self._quantized() for pair in layer.stores for store in pair
+        ]
+        shared.append(getattr(self, "prefetch_stream", None))
+        memo.update({id(it): it for it in shared})
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     def begin_call(self, call: dict[str, Any]) -> None:
         """Notes padding and positions of a forward call that begins; the hook calls it.
@@ -141,39 +157,58 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         tokens = call.get("input_ids")
         tokens = call["inputs_embeds"] if tokens is None else tokens
         batch, count = tokens.shape[:2]
-        lengths = {layer.cumulative_length for layer in self._quantized()}
-        if len(lengths) > 1:
-            raise InputError(
-                f"layers hold {min(lengths)} to {max(lengths)} tokens: a forward pass was cut off. "
-                "reset() the cache and start again"
-            )
-        self._ledger.crop(self._ledger.slots - lengths.pop())
+        self._forget_failed_call()
         positions = call.get("position_ids")
         if positions is not None and positions.dim() != 2:
             positions = None  # several dimensions: no layer of such a model turns its mean
-        sources = self._ledger.begin(
-            batch, count, tokens.device, self._padding(call, count), positions
-        )
+        real = self._real_tokens(call.get("attention_mask"), batch, count)
+        sources = self._ledger.begin(batch, count, tokens.device, real, positions)
         if sources is not None:
             for layer in self._quantized():
                 layer.regroup(sources)
 
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `QuantizedLayer.update`, of the layer `layer_idx`.
+
+        Raises:
+            GeometryError: Not what the config of the cache's model promised.
+        """
+        self.geometry.check_tensors(layer_idx, key_states.shape, value_states.shape)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
     def crop(self, tokens: int) -> None:
-        """Takes the newest tokens back.
+        """Takes the newest tokens back, in all layers or, if one of them cannot, in none.
 
         Args:
             tokens: How many, as a negative number; 0 only forgets what a layer need not keep.
 
         Raises:
-            RuntimeError: Tokens that would be seen again have left a window.
+            RuntimeError: Tokens that would be seen again have left a window, or a recurrent state
+                cannot go back.
+            InputError: The cache holds part of a forward pass.
         """
+        self._forget_failed_call()
         count = tokens_to_remove(tokens, self.get_seq_length())
-        counts = self._ledger.crop(count)
+        counts = self._real_among_newest(count)
         for layer in self.layers:
             if isinstance(layer, QuantizedLayer):
-                layer.crop_groups(count, counts if layer.stores else [])
+                layer.check_crop(count, counts)
             else:
-                layer.crop(-count)
+                check_state_crop(layer, count)
+        for layer in self.layers:
+            if isinstance(layer, QuantizedLayer):
+                layer.crop_groups(count, counts)
+            else:
+                crop_state(layer, count)
+        self._ledger.crop(count)
 
     def reset(self) -> None:
         """Empties the cache and gives its memory back."""
@@ -218,6 +253,57 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         """Bytes of the memory that is shared by all layers and holds no tokens."""
         return self._workspace.nbytes() + self.plan.nbytes()
 
+    def save(self, path: Path | str, model: Any, tokenizer: Any = None) -> None:
+        """Writes what the cache holds, so that a prefix need be read by the model only once.
+
+        The file has everything that `load` needs: codes, scales and means, and what the prefix
+        belongs to. docs/files.md defines it.
+
+        Args:
+            path: A file, by custom ``….safetensors``.
+            model: The model that filled the cache, with the adapters active that it had then.
+            tokenizer: Its tokenizer; `load` refuses another one, and another chat template.
+
+        Raises:
+            InputError: An empty cache, one of another model, or a place that cannot be written.
+        """
+        from .prefix import save_prefix
+
+        save_prefix(self, path, model, tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        scales: KVScales | Path | str | None = None,
+        force: bool = False,
+    ) -> QuantizedCache:
+        """The cache that was saved, bit for bit; generating goes on as it would have then.
+
+        Example:
+            >>> cache = QuantizedCache.load("system-prompt", model, tokenizer=tokenizer)
+            >>> cache.batch_repeat_interleave(8)  # one prefix, eight questions
+            >>> model.generate(**questions, cache=cache)  # prefix included in input_ids
+
+        Args:
+            path: The file, with or without its ``.safetensors``.
+            model: The model that filled it, with the same adapters active.
+            tokenizer: Its tokenizer.
+            scales: The scales that it was made with, or a file of them; the prefix has its own.
+            force: Take a prefix of another model of the same shape, with a warning.
+
+        Raises:
+            FileFormatError: Not such a file, or a damaged one.
+            FingerprintError: A prefix of another model, adapter set, tokenizer or chat template,
+                or other scales.
+        """
+        from .prefix import load_prefix
+
+        return load_prefix(path, model, tokenizer, scales, force)
+
     def summary(self) -> str:
         """A table for people: each layer's kind, formats, tokens and bytes, against bf16."""
         from .summary import summary
@@ -227,9 +313,37 @@ class QuantizedCache(Cache):  # type: ignore[misc]
     def _quantized(self) -> list[QuantizedLayer]:
         return [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
 
-    def _padding(self, call: dict[str, Any], count: int) -> torch.Tensor | None:
-        """Which of a call's tokens are real, on the CPU; None if all are."""
-        mask = call.get("attention_mask")
+    def _forget_failed_call(self) -> None:
+        """Forgets tokens that were announced, but that no layer has stored.
+
+        Raises:
+            InputError: Some layers have.
+        """
+        lengths = {layer.cumulative_length for layer in self._quantized()}
+        if len(lengths) > 1:
+            raise InputError(
+                f"layers hold {min(lengths)} to {max(lengths)} tokens: a forward pass was cut off. "
+                "reset() the cache and start again"
+            )
+        if any(layer.is_initialized for layer in self._quantized()):
+            self._ledger.crop(self._ledger.slots - lengths.pop())
+        else:
+            self._ledger.reset()
+
+    def _real_among_newest(self, count: int) -> list[int]:
+        """How many of the newest `count` slots hold real tokens, group by group."""
+        slots = self._ledger.slots
+        return [
+            sum(size for _, _, size in group.pieces(slots - count, slots))
+            for group in self._ledger.groups
+        ]
+
+    def _real_tokens(self, mask: Any, batch: int, count: int) -> torch.Tensor | None:
+        """Which of a call's tokens are real, on the CPU; None if all are.
+
+        Raises:
+            InputError: A mask that does not say so.
+        """
         if mask is None:
             return None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
@@ -238,10 +352,16 @@ class QuantizedCache(Cache):  # type: ignore[misc]
                 f"a quantized cache needs an attention mask [batch, tokens], not {kind}: without "
                 "it padding cannot be told from text"
             )
-        if count == 1 and self._ledger.slots:
+        start = self._ledger.slots
+        if mask.shape[0] != batch or mask.shape[1] < start + count:
+            raise InputError(
+                f"the attention mask is {list(mask.shape)}, but {batch} rows of {start} cached and "
+                f"{count} new tokens need [{batch}, {start + count}]"
+            )
+        begun = start and all(group.tokens for group in self._ledger.groups)
+        if count == 1 and begun and mask.device.type != "cpu":
             return None  # a decode step: looking at the mask would stall the device
-        real = mask[:, -count:].bool()
-        return real.cpu()
+        return mask[:, start : start + count].bool().cpu()
 
     def _select(self, index: torch.Tensor) -> None:
         if not self._ledger.batch:
@@ -254,19 +374,19 @@ class QuantizedCache(Cache):  # type: ignore[misc]
                 layer.reorder_cache(index)
 
 
+def _tell_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tells the quantized cache of a call, if it has one, what the call is about."""
+    call = by_name(module, args, kwargs)
+    cache = cache_of_call(call)
+    if isinstance(cache, QuantizedCache):
+        cache.begin_call(call)
+
+
 def _install_hook(decoder: torch.nn.Module) -> None:
-    """Makes a decoder tell the quantized cache of each call what the call is about; once."""
-    if getattr(decoder, _HOOKED, None) is not None:
-        return
-
-    def tell(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = by_name(module, args, kwargs)
-        cache = cache_of_call(call)
-        if isinstance(cache, QuantizedCache):
-            cache.begin_call(call)
-
-    handle = decoder.register_forward_pre_hook(tell, with_kwargs=True)
-    object.__setattr__(decoder, _HOOKED, handle)
+    """Puts `_tell_cache` on a decoder, once. It holds no cache, so that none outlives its user."""
+    if getattr(decoder, _HOOKED, None) is None:
+        handle = decoder.register_forward_pre_hook(_tell_cache, with_kwargs=True)
+        object.__setattr__(decoder, _HOOKED, handle)
 
 
 def remove_hook(model: Any) -> None:
@@ -326,17 +446,24 @@ def _choose_scheme(
         if not -count <= index < count:
             raise SchemeError(f"no layer {index}: the model has layers 0 to {count - 1}")
         named = preset(layer) if isinstance(layer, str) else layer
+        if index % count in own:
+            raise SchemeError(f"layer {index % count} is named twice: one scheme a layer")
         own[index % count] = _calibrated(named, scales)
     return replace(chosen, layers=tuple(sorted({**dict(chosen.layers), **own}.items())))
 
 
 def _calibrated(scheme: QuantScheme, scales: KVScales | None) -> QuantScheme:
-    """`scheme` with the calibrated slots of `scales` where the formats are the same."""
+    """`scheme` with the calibrated slots of `scales` for the fp8 and int8 of the same format."""
     if scales is None:
         return scheme
-    slots = {}
-    for name in ("key", "value"):
-        asked, known = getattr(scheme, name), getattr(scales.scheme, name)
-        replaced = asked.format == known.format and not asked.center and asked.unit == 1
-        slots[name] = known if replaced else asked
-    return replace(scheme, **slots)
+
+    def static(asked: TensorScheme, known: TensorScheme) -> TensorScheme:
+        plain = asked.granularity is Granularity.PER_TOKEN and asked.symmetric and not asked.center
+        return known if plain and asked.format == known.format else asked
+
+    return replace(
+        scheme,
+        key=static(scheme.key, scales.scheme.key),
+        value=static(scheme.value, scales.scheme.value),
+        rotary_part=static(scheme.rotary_part, scales.scheme.value),
+    )
