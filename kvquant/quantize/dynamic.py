@@ -108,7 +108,9 @@ def _asymmetric(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     center = scheme.levels / 2
     low, high = values.amin(axis, keepdim=True), values.amax(axis, keepdim=True)
-    middle = round_nearest((low + high) * 0.5, scheme.scale_format)
+    # Halved first, so that the sum stays finite; plus 0, so that the sign of a zero is one and the
+    # same whichever of several zeros was taken for the extreme.
+    middle = round_nearest(low * 0.5 + high * 0.5 + 0.0, scheme.scale_format)
     reach = torch.maximum(high - middle.float(), middle.float() - low)
     scale = round_up(reach / _constant(center, values), scheme.scale_format)
     steps = (values - middle.float()) / _divisor(scale) + center
