@@ -82,7 +82,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def generate(model: Any, prompt: torch.Tensor, cache: Any, tokens: int) -> torch.Tensor:
     """Greedy continuation of `prompt`, token ids ``[tokens]``."""
-    made = model.generate(
+    made: torch.Tensor = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         cache=cache,

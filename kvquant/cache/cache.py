@@ -140,7 +140,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         memo.update({id(it): it for it in shared})
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        vars(twin).update(copy.deepcopy(vars(self), memo))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
     def begin_call(self, call: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from kvquant.scheme import QuantScheme
 
 from .ledger import RowGroup, Sources, TokenLedger
 from .slot import SlotStore
+from .storage import State
 from .transformers_compat import tokens_to_remove
 from .window import Window
 from .workspace import Workspace
 
 MakeCodec = Callable[[str, torch.dtype, torch.device], Codec]
 """Codec of a slot (``key`` or ``value``) for states of a dtype on a device."""
+
+_SLOTS = ("key", "value")
 
 
 class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
@@ -77,7 +80,9 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         """Whether `crop` leaves no trace."""
         if self.record_past:
             return True
-        append_only = not self.scheme.residual_length and self.scheme.key.unit == 1
+        scheme = self.scheme
+        units = (scheme.key.unit, scheme.value.unit, scheme.rotary_part.unit)
+        append_only = not scheme.residual_length and max(units) == 1
         return append_only and not self.is_sliding
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -161,21 +166,30 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         count = tokens_to_remove(tokens, self.cumulative_length)
         self.crop_groups(count, [count] * len(self.stores))
 
-    def crop_groups(self, slots: int, counts: list[int]) -> None:
-        """Takes the newest `slots` slots back: `counts` real tokens of each group.
+    def check_crop(self, slots: int, counts: list[int]) -> None:
+        """Makes sure that `crop_groups` can do what it is asked, before anything is changed.
 
         Raises:
             RuntimeError: Tokens that would be seen again have left the window.
         """
-        pairs = list(zip(self.stores, counts, strict=True))
+        pairs = zip(self.stores, counts, strict=False)
         if not all(store.can_crop(count) for stores, count in pairs for store in stores):
             raise RuntimeError(
                 f"cannot take {slots} tokens back: what a window of {self.geometry.window} would "
                 "see then is gone. Call activate_past_recording() before tokens are added that may "
                 "be taken back"
             )
+
+    def crop_groups(self, slots: int, counts: list[int]) -> None:
+        """Takes the newest `slots` slots back: `counts` real tokens of each group.
+
+        Raises:
+            RuntimeError: Tokens that would be seen again have left the window.
+        """
+        self.check_crop(slots, counts)
         self.cumulative_length = max(0, self.cumulative_length - slots)
-        for (stores, count), group in zip(pairs, self._ledger.groups, strict=True):
+        # An empty layer has no stores yet.
+        for stores, count, group in zip(self.stores, counts, self._ledger.groups, strict=False):
             for store in stores:
                 store.crop(count)
                 if self.record_past:
@@ -219,6 +233,57 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         for stores in self.stores:
             for store in stores:
                 store.map(self._bring_back)
+
+    def state(self) -> State:
+        """What `restore` makes the same content from; of a layer that holds tokens."""
+        numbers: dict[str, Any] = {
+            "slots": self.cumulative_length,
+            "records_past": self.record_past,
+            "stores": [],
+        }
+        tensors = {}
+        for group, stores in enumerate(self.stores):
+            own = {}
+            for slot, store in zip(_SLOTS, stores, strict=True):
+                own[slot], rows = store.state()
+                own[slot]["dtype"] = str(store.codec.dtype).removeprefix("torch.")
+                tensors.update({f"{slot}.{group}.{name}": part for name, part in rows.items()})
+            numbers["stores"].append(own)
+        return numbers, tensors
+
+    def restore(
+        self,
+        numbers: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Makes an empty layer what another was when `state` was asked; the ledger comes first.
+
+        Raises:
+            KeyError: Something is missing.
+            ValueError: Tensors that do not fit.
+        """
+        self.record_past = numbers["records_past"]
+        shape = self.geometry
+        empty = (
+            torch.empty(
+                (self._ledger.batch, shape.kv_heads, 0, dim),
+                dtype=getattr(torch, numbers["stores"][0][slot]["dtype"]),
+                device=device,
+            )
+            for slot, dim in zip(_SLOTS, (shape.key_dim, shape.value_dim), strict=True)
+        )
+        self.lazy_initialization(*empty)
+        self.cumulative_length = numbers["slots"]
+        for group, (own, stores) in enumerate(zip(numbers["stores"], self.stores, strict=True)):
+            for slot, store in zip(_SLOTS, stores, strict=True):
+                prefix = f"{slot}.{group}."
+                rows = {
+                    name.removeprefix(prefix): part.to(device)
+                    for name, part in tensors.items()
+                    if name.startswith(prefix)
+                }
+                store.restore(own[slot], rows)
 
     def nbytes(self) -> int:
         """Bytes held, unused room included."""
@@ -298,26 +363,30 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
                 store.read(out, positions, self._ledger.bound)
                 continue
             seen = sum(count for _, _, count in pieces)
-            rows = list(range(out.shape[0]) if group.rows is None else group.rows)
-            packed = out.new_empty((len(rows), out.shape[1], seen, out.shape[3]))
+            rows = out.shape[0] if group.rows is None else len(group.rows)
+            packed = out.new_empty((rows, out.shape[1], seen, out.shape[3]))
             store.read(packed, positions, self._ledger.bound)
-            spread = out.new_zeros((len(rows), *out.shape[1:]))
+            spread = out.new_zeros((rows, *out.shape[1:]))
             done = 0
             for first, _, count in pieces:
-                spread[:, :, first - start : first - start + count] = packed[
-                    :, :, done : done + count
-                ]
+                place = spread[:, :, first - start : first - start + count]
+                place.copy_(packed[:, :, done : done + count])
                 done += count
-            out[rows] = spread
+            if group.rows is None:
+                out.copy_(spread)
+            else:
+                out.index_copy_(0, group.index(out.device), spread)
 
     def _append(self, slot: int, states: torch.Tensor, start: int) -> None:
         """Stores the real ones among the tokens whose first slot is `start`."""
         stop = start + states.shape[2]
         for stores, group in zip(self.stores, self._ledger.groups, strict=True):
-            mine = states if group.rows is None else states[list(group.rows)]
             pieces = list(group.pieces(start, stop))
             if not pieces:
                 continue
+            mine = states
+            if group.rows is not None:
+                mine = states.index_select(0, group.index(states.device))
             parts = [mine[:, :, first - start : first - start + n] for first, _, n in pieces]
             real = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
             stores[slot].append(real, self._positions(group), self._ledger.bound)

@@ -11,8 +11,9 @@ there is one group, and slot and token are the same thing. A batch of two, left-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from kvquant.errors import InputError
 from kvquant.quantize.codec import Field
 
 from .slot import Positions
-from .storage import TokenBuffer
+from .storage import State, TokenBuffer
 from .window import PAGE
 
 Sources = list[tuple[int, torch.Tensor]]
@@ -38,11 +39,18 @@ class RowGroup:
 
     rows: tuple[int, ...] | None = None
     runs: list[tuple[int, int]] = field(default_factory=list)
+    _index: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def tokens(self) -> int:
         """Real tokens in each row."""
         return sum(count for _, count in self.runs)
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        """`rows` as a tensor, which is brought to a device once: doing so stalls it."""
+        if self._index is None or self._index.device != device:
+            self._index = torch.tensor(self.rows, dtype=torch.int64, device=device)
+        return self._index
 
     def add(self, slot: int, count: int) -> None:
         """Notes that `count` slots from `slot` on hold real tokens."""
@@ -153,19 +161,24 @@ class TokenLedger:
             ]
             found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             if group.rows is not None:
-                found = found[list(group.rows)]
+                found = found.index_select(0, group.index(found.device))
             return found.to(device)
 
         return positions
 
+    def real_tokens(self, count: int) -> list[int]:
+        """How many of the newest `count` slots hold real tokens, per group."""
+        start = max(0, self.slots - count)
+        return [sum(n for _, _, n in group.pieces(start, self.slots)) for group in self.groups]
+
     def crop(self, count: int) -> list[int]:
         """Takes the newest `count` slots back; tells how many real tokens that is, per group."""
-        before = [group.tokens for group in self.groups]
+        counts = self.real_tokens(count)
         self.slots = max(0, self.slots - count)
         self._positions.cut(self.slots)
         for group in self.groups:
             group.crop(self.slots)
-        return [old - group.tokens for old, group in zip(before, self.groups, strict=True)]
+        return counts
 
     def select(self, index: torch.Tensor) -> Sources:
         """Makes row i what row ``index[i]`` was; tells where each group comes from."""
@@ -181,8 +194,40 @@ class TokenLedger:
             if rows:
                 groups.append(RowGroup(rows, list(group.runs)))
                 sources.append((number, torch.tensor([local[wanted[new]] for new in rows])))
-        self.groups = groups
+        self._set_groups(groups)
         return sources
+
+    def state(self) -> State:
+        """What `restore` makes the same ledger from."""
+        numbers = {
+            "batch": self.batch,
+            "slots": self.slots,
+            "bound": self.bound,
+            "row_groups": [
+                {"batch_rows": group.rows, "runs": list(map(list, group.runs))}
+                for group in self.groups
+            ],
+        }
+        return numbers, self._positions.rows()
+
+    def restore(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes an empty ledger what another was when `state` was asked.
+
+        Raises:
+            KeyError: Something is missing.
+            ValueError: Positions that do not fit.
+        """
+        self.batch, self.slots = numbers["batch"], numbers["slots"]
+        self.bound = numbers["bound"]
+        self.groups = [
+            RowGroup(
+                None if group["batch_rows"] is None else tuple(group["batch_rows"]),
+                [(slot, count) for slot, count in group["runs"]],
+            )
+            for group in numbers["row_groups"]
+        ]
+        if self._keeps_positions:
+            self._positions.restore(0, self.slots, tensors)
 
     def nbytes(self) -> int:
         """Bytes of the positions held."""
@@ -197,8 +242,8 @@ class TokenLedger:
     ) -> None:
         if positions is None:
             self.bound = max(self.bound, start + tokens)
-        elif tokens > 1 or start == 0:
-            # Looks at the values once a prompt; a decode step goes on by one.
+        elif tokens > 1 or start == 0 or positions.device.type == "cpu":
+            # On a device, once a prompt, since it stalls it; a decode step goes on by one.
             self.bound = max(self.bound, start + tokens, int(positions.max()) + 1)
         else:
             self.bound += 1
@@ -224,7 +269,10 @@ class TokenLedger:
                     made.add(slot, int(is_real))
                 groups.append(made)
                 sources.append((number, torch.tensor(members)))
+        self._set_groups(groups)
+        return sources
+
+    def _set_groups(self, groups: list[RowGroup]) -> None:
         self.groups = groups
         if len(groups) == 1:
             groups[0].rows = None
-        return sources

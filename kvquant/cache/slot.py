@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from kvquant.quantize.codec import Codec, Field
 
-from .storage import TokenBuffer
+from .storage import State, TokenBuffer
 from .window import PAGE, ROLLBACK, Window
 
 Positions = Callable[[int, int], "torch.Tensor | None"]
 """Positions ``[batch, tokens]`` of a range of tokens, or None where nobody needs them."""
+
+_BUFFERS = ("sinks", "coded", "tail")
 
 
 class SlotStore:
@@ -40,7 +43,8 @@ class SlotStore:
         self.records = False
         exact = (Field("exact", (codec.dim,), codec.dtype),)
         keep, unit = window.keep, window.unit
-        coded_limit = None if keep is None else -(-(keep - window.residual + unit - 1) // unit)
+        # Units end where the residual begins, or before.
+        coded_limit = None if keep is None else -(-(keep - window.residual) // unit)
         self.sinks = TokenBuffer(exact, max(1, window.sinks))
         self.coded = TokenBuffer(codec.fields, max(1, PAGE // unit), coded_limit)
         self.tail = TokenBuffer(exact, PAGE, keep if window.never_codes else None)
@@ -135,6 +139,39 @@ class SlotStore:
         twin._coded_end, twin._forgotten = self._coded_end, self._forgotten
         twin._short = dict(self._short)
         return twin
+
+    def state(self) -> State:
+        """What `restore` makes the same content from, of live rows only."""
+        numbers = {
+            "tokens": self.length,
+            "coded_end": self._coded_end,
+            "forgotten": self._forgotten,
+            "short": sorted(map(list, self._short.items())),
+            "rows": [[buffer.first, buffer.end] for buffer in self.buffers],
+        }
+        tensors = {
+            f"{name}.{field}": rows
+            for name, buffer in zip(_BUFFERS, self.buffers, strict=True)
+            for field, rows in buffer.rows().items()
+        }
+        return numbers, tensors
+
+    def restore(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes an empty store what another was when `state` was asked.
+
+        Raises:
+            KeyError: Something is missing.
+            ValueError: Rows that do not fit.
+        """
+        self.length, self._coded_end = numbers["tokens"], numbers["coded_end"]
+        self._forgotten, self._short = numbers["forgotten"], dict(numbers["short"])
+        for name, buffer, (first, end) in zip(_BUFFERS, self.buffers, numbers["rows"], strict=True):
+            own = {
+                field.removeprefix(f"{name}."): rows
+                for field, rows in tensors.items()
+                if field.startswith(f"{name}.")
+            }
+            buffer.restore(first, end, own)
 
     def nbytes(self) -> int:
         """Bytes held, unused room included."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from kvquant.quantize.codec import Field
 
 from .window import capacity, rounded_up
+from .workspace import outside_inference_mode
 
 Tensors = tuple[torch.Tensor, ...]
+
+State = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""What a part of a cache is made again from: JSON values, and tensors by name."""
 
 
 class TokenBuffer:
@@ -92,13 +97,41 @@ class TokenBuffer:
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by what `change` makes of it."""
         if self._tensors is not None:
-            self._tensors = tuple(map(change, self._tensors))
+            with outside_inference_mode():
+                self._tensors = tuple(map(change, self._tensors))
 
     def copy(self) -> TokenBuffer:
         """Another buffer that holds the same tensors until either changes them through `map`."""
         twin = TokenBuffer(self._fields, self._page, self._limit)
         twin._tensors, twin.first, twin.end = self._tensors, self.first, self.end
         return twin
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """The rows held by the names of their fields, oldest first; nothing if there are none."""
+        runs = [parts for _, parts in self.views(self.first, self.end)]
+        columns = zip(*runs, strict=True)
+        return {
+            field.name: torch.cat(column, dim=2)
+            for field, column in zip(self._fields, columns, strict=False)
+        }
+
+    def restore(self, first: int, end: int, rows: Mapping[str, torch.Tensor]) -> None:
+        """Holds what `rows` gave, numbered from `first` to `end`.
+
+        Raises:
+            KeyError: A field is missing.
+            ValueError: Rows of another number, shape or dtype.
+        """
+        self.restart(first)
+        if end == first:
+            return
+        parts = tuple(rows[field.name] for field in self._fields)
+        for field, part in zip(self._fields, parts, strict=True):
+            found = (part.shape[2], tuple(part.shape[3:]), part.dtype)
+            wanted = (end - first, field.shape, field.dtype)
+            if found != wanted:
+                raise ValueError(f"{field.name} must be {wanted}, not {found}")
+        self.append(parts)
 
     def nbytes(self) -> int:
         """Bytes held, unused room included."""
@@ -124,12 +157,13 @@ class TokenBuffer:
         if self._limit is not None and rows <= self._limit:
             room = min(room, self._limit)
         batch, kv_heads = like.shape[:2]
-        grown = tuple(
-            torch.zeros(
-                (batch, kv_heads, room, *field.shape), dtype=field.dtype, device=like.device
+        with outside_inference_mode():
+            grown = tuple(
+                torch.zeros(
+                    (batch, kv_heads, room, *field.shape), dtype=field.dtype, device=like.device
+                )
+                for field in self._fields
             )
-            for field in self._fields
-        )
         held = [parts for _, parts in self.views(self.first, self.end)]
         self._tensors, self.end = grown, self.first
         for parts in held:

@@ -81,11 +81,15 @@ def _bytes(live: int, held: int, bf16: int) -> tuple[str, ...]:
 
 def size(count: int) -> str:
     """``12.3 MB``."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000  # type: ignore[assignment]
-    return f"{count:.3g} GB"
+    if count < 1000:
+        return f"{count} B"
+    shown = float(count)
+    for unit in ("kB", "MB"):
+        shown /= 1000
+        if shown < 999.5:  # what rounds to 1,000 belongs to the next unit
+            return f"{shown:.3g} {unit}"
+    shown /= 1000
+    return f"{shown:.3g} GB" if shown < 999.5 else f"{shown:,.0f} GB"
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -122,7 +126,8 @@ def _means(cache: QuantizedCache) -> list[str]:
     ]
     if not slots:
         return []
-    known = [place for place in slots if cache.plan.tensor_scales(*place) is not None]
+    found = {place: cache.plan.tensor_scales(*place) for place in slots}
+    known = [place for place, scales in found.items() if scales and scales.mean is not None]
     if not known:
         return ["means: none, the cache is not calibrated; give scales=… for a smaller error"]
     turned: list[Any] = [

@@ -1,10 +1,10 @@
 """Which tokens are exact and which are quantized, and how much room they take: integers only.
 
-A text of 21 tokens with 4 sinks, a residual of 5 and keys in groups of 4::
+A text of 20 tokens with 4 sinks, a residual of 5 and keys in groups of 4::
 
-    token    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15 16 17 18 19 20
-             sinks   | group 0 | group 1   | exact: the newest 5, and 4 whose group is not yet full
-    values   sinks   | quantized one by one, 4 … 15   | 16 … 20 exact
+    token    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15 16 17 18 19
+    keys     sinks   | group 0 | group 1   | exact: the newest 5, and 3 whose group is not yet full
+    values   sinks   | quantized one by one, 4 … 14  | 15 … 19 exact
 
 Nothing here depends on how calls were cut, only on how many tokens there are.
 """

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """Where tensors are made that outlive a call.
+
+    What is made under `torch.inference_mode` can never be written to outside of it.
+    """
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    outside: AbstractContextManager[None] = torch.inference_mode(False)
+    return outside
 
 
 class Workspace:
@@ -27,8 +39,9 @@ class Workspace:
         size, place = math.prod(shape), (slot, dtype, device)
         held = self._buffers.get(place)
         if held is None or held.numel() < size:
-            # An eighth more than needed, since the next token needs a little more.
-            held = torch.empty(size + size // 8, dtype=dtype, device=device)
+            with outside_inference_mode():
+                # An eighth more than needed, since the next token needs a little more.
+                held = torch.empty(size + size // 8, dtype=dtype, device=device)
             self._buffers[place] = held
         return held[:size].view(shape)
 

@@ -16,6 +16,8 @@ from safetensors import safe_open
 from calib.collect import collect
 from calib.solve import solve
 from calib.stats_file import save_stats
+from kvquant import QuantizedCache
+from kvquant.cache.transformers_compat import cache_argument
 from kvquant.fingerprint import LINEAGE_KEY, fingerprint, record_lineage
 from kvquant.geometry import CacheGeometry
 from kvquant.scheme import Granularity, QuantScheme, TensorScheme, tensor_format
@@ -73,7 +75,7 @@ def opened(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return tensors, json.loads(file.metadata()["kvquant"])
 
 
-SHARED = ("What both have", "Fingerprints")
+SHARED = ("What all have", "Fingerprints")
 
 
 @pytest.mark.parametrize(("kind", "title"), [("scales", "scales"), ("stats", "statistics")])
@@ -170,3 +172,83 @@ def test_lineage_is_documented(tiny: Callable[..., Any]) -> None:
     record_lineage(model, fingerprint(model))
     lineage = vars(model.config)[LINEAGE_KEY]
     assert {LINEAGE_KEY, *lineage} <= documented("Fingerprints")
+
+
+@pytest.fixture
+def prefixes(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> list[tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """Tensors and headers of prefixes that have all that a prefix can have, but for indexers."""
+    model = tiny("qwen2")
+    stats = collect(model, [list(range(3, 67))], CacheGeometry.from_config(model.config))
+    origin = replace(stats.provenance, fingerprints=(fingerprint(model, byte_tokenizer),))
+    how = TensorScheme(tensor_format("int8"), Granularity.PER_HEAD)
+    scales = solve(replace(stats, provenance=origin), QuantScheme(how, how))
+    groups = {"group_size": 4, "rotary_format": "int8", "layers": {0: "int8"}}
+    made = [
+        (model, {"scheme": "int4", "scales": scales, "residual_length": 3}),
+        (tiny("deepseek"), {"scheme": "int4-kivi", "residual_length": 5, **groups}),
+        (tiny("qwen3_next"), {"scheme": "none"}),
+    ]
+    ids = torch.arange(3, 26)[None]
+    found = []
+    for model, options in made:
+        cache = QuantizedCache.from_model(model, **options)
+        with torch.no_grad():
+            model(ids, **{cache_argument(model.get_decoder()): cache})
+        cache.save(tmp_path / "p.safetensors", model, byte_tokenizer)
+        found.append(opened(tmp_path / "p.safetensors"))
+    return found
+
+
+def test_header_fields_of_prefixes_are_the_documented_ones(prefixes: Any) -> None:
+    found = {name for _, header in prefixes for name in fields(header) if not name.isdigit()}
+    sections = ("Header of a prefix file", "Header of a scales file", *SHARED)
+    corpus = {name for name in documented("What all have") if name not in found}
+    expected = set().union(*map(documented, sections)) - {LINEAGE_KEY, "merged"}
+    assert found == expected - corpus
+    assert "sha256" in found and "sink_tokens" in found
+    # Nothing was read from a corpus; all else is there.
+    assert corpus < {"source", "rows_read", "rows_empty", "rows_unusable", "last_block",
+                     "tokens_available", "tokens_used", "blocks", "stopped_early", "bos",
+                     "separator", "separators", "context_length"}  # fmt: skip
+
+
+def test_tensor_names_of_prefixes_are_the_documented_ones(prefixes: Any) -> None:
+    names = {name for tensors, _ in prefixes for name in tensors}
+    found = {re.sub(r"\d+", "N", name) for name in names if not name.startswith("scales.")}
+    documents = documented("Tensors of a prefix file")
+    indexers = {name for name in documents if "indexer" in name}
+    own = documents - indexers - {"scales.layers.N.…"}
+    assert found == {re.sub(r"\b[GI]\b", "N", name) for name in own}
+    scales = {re.sub(r"\d+", "N", name[7:]) for name in names if name.startswith("scales.")}
+    assert scales <= documented("Tensors of a scales file")
+    assert len(indexers) == 2 and len(scales) > 4
+
+
+def test_shapes_of_prefixes_are_the_documented_ones(prefixes: Any) -> None:
+    (plain, _), (groups, _), _ = prefixes
+    for name, shape, dtype in (
+        ("sinks.exact", (1, 2, 4, 16), torch.float32),
+        ("coded.codes", (1, 2, 16, 8), torch.uint8),
+        ("coded.scale", (1, 2, 16), torch.bfloat16),
+        ("tail.exact", (1, 2, 3, 16), torch.float32),
+    ):
+        tensor = plain[f"layers.1.key.0.{name}"]
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
+    assert (plain["ledger.position"].flatten().tolist()) == list(range(23))
+    # 23 tokens, of which 18 are older than the newest 5: four groups of 4.
+    assert tuple(groups["layers.1.key.0.coded.codes"].shape) == (1, 1, 4, 4, 8)
+    assert tuple(groups["layers.1.key.0.coded.middle"].shape) == (1, 1, 4, 16)
+
+
+def test_the_hash_of_a_prefix_can_be_computed_from_the_document(prefixes: Any) -> None:
+    import hashlib
+
+    for tensors, header in prefixes:
+        noted = {k: v for k, v in header.items() if k not in ("version", "kind", "sha256")}
+        digest = hashlib.sha256(json.dumps(noted, sort_keys=True).encode())
+        for name, tensor in sorted(tensors.items()):
+            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+            digest.update(bytes(tensor.contiguous().flatten().view(torch.uint8).tolist()))
+        assert digest.hexdigest() == header["sha256"]

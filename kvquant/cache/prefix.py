@@ -1,0 +1,276 @@
+"""A quantized prefix on disk: a system prompt or a long document, read by the model only once.
+
+Keys and values of a prefix are right for the model, the adapters, the tokenizer and the chat
+template that they were made with, and silently wrong for any other. So the file notes all of them,
+and loading compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from kvquant.errors import FingerprintError, InputError
+from kvquant.fingerprint import Fingerprint, fingerprint
+from kvquant.geometry import CacheGeometry
+from kvquant.models.adapters import base_model
+from kvquant.scales import KVScales
+from kvquant.scheme import QuantScheme
+from kvquant.storage import find, pack_scales, parsing, read, unpack_scales, write
+
+from .cache import QuantizedCache
+from .companions import recurrent_state, restore_recurrent_state
+from .layer import QuantizedLayer
+from .storage import State
+
+KIND = "prefix"
+_SCALES = "scales."
+_OF_THE_FILE = ("version", "kind", "sha256")
+
+
+def save_prefix(cache: QuantizedCache, path: Path | str, model: Any, tokenizer: Any) -> None:
+    """Writes what `cache` holds; `QuantizedCache.save` has the details.
+
+    Raises:
+        InputError: An empty cache, one of another model, or a place that cannot be written.
+    """
+    decoder = base_model(model).get_decoder()
+    if decoder is not cache.plan.decoder:
+        raise InputError("this cache was made for another model: save it with the one it was for")
+    _check_filled(cache)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # layers may still be on their way to the CPU
+    numbers, tensors = _content(cache)
+    header = {
+        "fingerprint": fingerprint(model, tokenizer).to_dict(),
+        "geometry": cache.geometry.to_dict(),
+        "rope": _rope(decoder),
+        "dtype": _dtype(model),
+        "scheme": cache.scheme.to_dict(),
+        "codecs_sha256": _codecs_sha256(cache),
+        "scales": None,
+        **numbers,
+    }
+    if cache.scales is not None:
+        packed, header["scales"] = pack_scales(cache.scales)
+        tensors |= {f"{_SCALES}{name}": tensor for name, tensor in packed.items()}
+    tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    write(Path(path), KIND, tensors, {**header, "sha256": _sha256(tensors, header)})
+
+
+def load_prefix(
+    path: Path | str,
+    model: Any,
+    tokenizer: Any,
+    scales: KVScales | Path | str | None,
+    force: bool,
+) -> QuantizedCache:
+    """The cache that was saved; `QuantizedCache.load` has the details.
+
+    Raises:
+        FileFormatError: Not such a file, or a damaged one.
+        FingerprintError: A prefix of another model, adapter set, tokenizer, chat template, or
+            quantized with other scales.
+    """
+    file = find(path, ".safetensors")
+    tensors, header = read(file, KIND)
+    with parsing(file):
+        _check_intact(tensors, header)
+        saved = Fingerprint.from_dict(header["fingerprint"])
+        geometry = CacheGeometry.from_dict(header["geometry"])
+        scheme = QuantScheme.from_dict(header["scheme"])
+        own = _own_scales(tensors, header)
+    served = fingerprint(model, tokenizer)
+    decoder = base_model(model).get_decoder()
+    different = _differences(saved, served)
+    if header["rope"] != _rope(decoder):
+        different.append("rotary settings")
+    if geometry != CacheGeometry.from_config(model.config):
+        different.append("cache geometry")
+    _refuse(file, saved, served, different, force)
+    _warn_of_dtype(header["dtype"], _dtype(model))
+    if scales is None:
+        # What they were calibrated on was looked at when the prefix was made.
+        cache = QuantizedCache.from_model(model, scheme, own, force=True)
+    else:
+        cache = QuantizedCache.from_model(model, scheme, scales, tokenizer=tokenizer, force=force)
+    with parsing(file):
+        _restore(cache, tensors, header)
+    if _codecs_sha256(cache) != header["codecs_sha256"]:
+        raise FingerprintError(
+            f"{file} was quantized with other scales or means: leave scales away, the file has "
+            "its own"
+        )
+    return cache
+
+
+def _check_filled(cache: QuantizedCache) -> None:
+    lengths = {layer.cumulative_length for layer in _quantized(cache).values()}
+    if lengths == {0}:
+        raise InputError("there is nothing to save: let the model read the prefix first")
+    if lengths != {cache._ledger.slots}:
+        raise InputError(
+            f"layers hold {min(lengths)} to {max(lengths)} tokens of {cache._ledger.slots}: a "
+            "forward pass was cut off. reset() the cache and start again"
+        )
+
+
+def _quantized(cache: QuantizedCache) -> dict[int, QuantizedLayer]:
+    layers = enumerate(cache.layers)
+    return {index: layer for index, layer in layers if isinstance(layer, QuantizedLayer)}
+
+
+def _content(cache: QuantizedCache) -> State:
+    """What the ledger and the layers hold."""
+    ledger, positions = cache._ledger.state()
+    layers, tensors = [], {f"ledger.{name}": tensor for name, tensor in positions.items()}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, QuantizedLayer):
+            numbers, own = layer.state()
+        elif isinstance(layer, LinearAttentionLayer):
+            numbers, own = recurrent_state(layer)
+        else:
+            continue  # keeps nothing
+        layers.append({"layer": index, **numbers})
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in own.items()}
+    return {"ledger": ledger, "states": layers}, tensors
+
+
+def _restore(
+    cache: QuantizedCache, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]
+) -> None:
+    """Inverse of `_content`, into an empty cache."""
+    decoder = cache.plan.decoder
+    cache._ledger.restore(header["ledger"], _below("ledger.", tensors, decoder.device))
+    devices = _devices(decoder)
+    for numbers in header["states"]:
+        index = numbers["layer"]
+        layer, device = cache.layers[index], devices.get(index, decoder.device)
+        own = _below(f"layers.{index}.", tensors, device)
+        if isinstance(layer, QuantizedLayer):
+            layer.restore(numbers, own, device)
+        else:
+            restore_recurrent_state(layer, numbers, own, device)
+
+
+def _below(
+    prefix: str, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
+    """Tensors whose names begin with `prefix`, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): tensor if device is None else tensor.to(device)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _devices(decoder: torch.nn.Module) -> dict[int, torch.device]:
+    """Where the modules that know their layer's number have their weights."""
+    found: dict[int, torch.device] = {}
+    for module in decoder.modules():
+        index, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if isinstance(index, int) and weight is not None and not weight.is_meta:
+            found.setdefault(index, weight.device)
+    return found
+
+
+def _own_scales(tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> KVScales | None:
+    """The scales that the file brings along."""
+    if header["scales"] is None:
+        return None
+    return unpack_scales(_below(_SCALES, tensors), header["scales"])
+
+
+def _differences(saved: Fingerprint, served: Fingerprint) -> list[str]:
+    """What differs in a way that makes the prefix wrong; a tokenizer that is not known does not."""
+    found = saved.differences(served)
+    if not (saved.tokenizer and served.tokenizer):
+        which = "the prefix" if served.tokenizer else "this call"
+        warnings.warn(
+            f"{which} does not say which tokenizer it is for, so that another one or another chat "
+            "template goes unnoticed: give tokenizer=… to save and to load",
+            stacklevel=4,
+        )
+        return found
+    names = {"tokenizer": "tokenizer", "chat_template": "chat template"}
+    return found + [
+        shown for name, shown in names.items() if getattr(saved, name) != getattr(served, name)
+    ]
+
+
+def _refuse(
+    file: Path, saved: Fingerprint, served: Fingerprint, different: list[str], force: bool
+) -> None:
+    if not different:
+        return
+    message = (
+        f"{file} is a prefix of {saved}, the model is {served}: {' and '.join(different)} differ, "
+        "so that its keys and values would be wrong; let this model read the prefix and save it"
+    )
+    # Codes do not fit into layers of another shape.
+    if not force or "cache geometry" in different:
+        raise FingerprintError(message)
+    warnings.warn(f"forced: {message}", stacklevel=4)
+
+
+def _warn_of_dtype(saved: str, served: str) -> None:
+    if saved != served:
+        warnings.warn(
+            f"the prefix was computed in {saved}, the model is in {served}: what follows is not "
+            "exactly what it would be without the file",
+            stacklevel=4,
+        )
+
+
+def _rope(decoder: Any) -> str:
+    """Rotary settings, which the weights do not tell: the same weights are served with several."""
+    return json.dumps(getattr(decoder.config, "rope_parameters", None), sort_keys=True)
+
+
+def _dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _codecs_sha256(cache: QuantizedCache) -> str:
+    """Hash of the means and static scales that the codes in the cache depend on."""
+    settings: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor | None] = {}
+    for index, layer in _quantized(cache).items():
+        for slot, store in enumerate(layer.stores[0]):
+            name, center = f"{index}.{slot}", store.codec.center
+            if store.codec.scales is not None:
+                tensors[f"{name}.scale"] = store.codec.scales.scale
+                tensors[f"{name}.zero_point"] = store.codec.scales.zero_point
+            if center is not None:
+                tensors[f"{name}.fixed"] = center.fixed
+                tensors[f"{name}.turned"] = center.turned
+                settings[name] = None if center.layout is None else center.layout.to_dict()
+    held = {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None}
+    return _sha256(held, settings)
+
+
+def _check_intact(tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
+    """Makes sure that the content is what was written: a changed byte changes what is generated.
+
+    Raises:
+        ValueError: It is not.
+    """
+    noted = {name: value for name, value in header.items() if name not in _OF_THE_FILE}
+    if _sha256(tensors, noted) != header["sha256"]:
+        raise ValueError("its content has changed since it was written (SHA-256)")
+
+
+def _sha256(tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> str:
+    """Hash of named tensors on the CPU, and of JSON values."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,609 @@
+"""Prefixes on disk: everything comes back bit for bit, and only for what it was made with."""
+
+from __future__ import annotations
+
+import json
+import resource
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from calib.collect import collect
+from calib.solve import solve
+from kvquant import KVScales, QuantizedCache
+from kvquant.cache.companions import recurrent_state
+from kvquant.cache.layer import QuantizedLayer
+from kvquant.cache.slot import SlotStore
+from kvquant.cache.transformers_compat import cache_argument
+from kvquant.cache.window import Window
+from kvquant.errors import FileFormatError, FingerprintError, InputError
+from kvquant.fingerprint import fingerprint
+from kvquant.geometry import CacheGeometry
+from kvquant.quantize.codec import Codec
+from kvquant.scheme import Granularity, QuantScheme, TensorScheme, tensor_format
+from kvquant.storage import read, save_scales
+
+KIVI = {"group_size": 4, "residual_length": 5}
+SCHEMES: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("int8", {"residual_length": 3}),
+    ("int4", {}),
+    ("int4-kivi", KIVI),
+]
+
+MODELS = ("llama", "gemma2", "gemma3n_text", "gpt_oss", "deepseek")
+# These keep something else beside keys and values.
+BESIDE = ("qwen3_next", "falcon_h1", "lfm2", "deepseek_v32")
+
+
+def ids(batch: int = 1, tokens: int = 23, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 128, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = ids(2)
+    mask = torch.ones_like(tokens)
+    mask[0, :7] = 0
+    return tokens, mask
+
+
+def fill(
+    model: Any, cache: QuantizedCache, tokens: torch.Tensor, mask: torch.Tensor | None = None
+) -> QuantizedCache:
+    """Lets `model` read `tokens` into `cache`; `mask` also covers what is in it."""
+    call: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask}
+    if mask is not None:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        call["position_ids"] = positions[:, -tokens.shape[1] :]
+    with torch.no_grad():
+        model(**call, **{cache_argument(model.get_decoder()): cache})
+    return cache
+
+
+def generate(model: Any, cache: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> Any:
+    return model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens) if mask is None else mask,
+        max_new_tokens=9,
+        do_sample=False,
+        pad_token_id=0,
+        **{cache_argument(model.get_decoder()): cache},
+    )
+
+
+def content(cache: QuantizedCache) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Numbers and live tensors of a cache, by name."""
+    numbers, tensors = cache._ledger.state()
+    found: list[Any] = [numbers]
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, QuantizedLayer):
+            own, parts = layer.state()
+        elif hasattr(layer, "recurrent_states"):
+            own, parts = recurrent_state(layer)
+        else:
+            continue
+        found.append(own)
+        tensors |= {f"{index}.{name}": part for name, part in parts.items()}
+    return found, tensors
+
+
+def assert_same(one: QuantizedCache, other: QuantizedCache) -> None:
+    (numbers, tensors), (others, parts) = content(one), content(other)
+    assert numbers == others
+    assert tensors.keys() == parts.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == parts[name].dtype, name
+        assert torch.equal(tensor, parts[name]), name
+    assert len(tensors) > 0
+
+
+def calibrated(model: Any, how: TensorScheme) -> KVScales:
+    geometry = CacheGeometry.from_config(model.config)
+    stats = collect(model, [ids(1, 64, 5)[0].tolist()] * 2, geometry)
+    origin = replace(stats.provenance, fingerprints=(fingerprint(model),))
+    return solve(replace(stats, provenance=origin), QuantScheme(how, how))
+
+
+INT8 = TensorScheme(tensor_format("int8"), Granularity.PER_CHANNEL, symmetric=False)
+
+
+@pytest.fixture
+def quiet() -> Any:
+    """No warning is expected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+@pytest.mark.parametrize(("scheme", "changes"), SCHEMES, ids=[name for name, _ in SCHEMES])
+@pytest.mark.parametrize("name", [*MODELS, *BESIDE])
+def test_generating_goes_on_as_it_would_have(
+    tiny: Callable[..., Any],
+    byte_tokenizer: Any,
+    tmp_path: Path,
+    name: str,
+    scheme: str,
+    changes: dict[str, Any],
+) -> None:
+    if name == "deepseek_v32" and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("cached something else then")
+    model = tiny(name)
+    tokens, mask = left_padded()
+    cache = fill(model, QuantizedCache.from_model(model, scheme, **changes), tokens, mask)
+    cache.save(tmp_path / "p.safetensors", model, byte_tokenizer)
+    loaded = QuantizedCache.load(tmp_path / "p", model, tokenizer=byte_tokenizer)
+    assert loaded.scheme == cache.scheme
+    assert loaded.live_nbytes() == cache.live_nbytes()
+    assert_same(cache, loaded)
+    text = torch.cat([tokens, ids(2, 4, 1)], 1)
+    whole = torch.cat([mask, torch.ones(2, 4, dtype=mask.dtype)], 1)
+    first, second = (generate(model, each, text, whole) for each in (cache, loaded))
+    assert torch.equal(first, second)
+    assert_same(cache, loaded)
+
+
+def test_one_prefix_serves_many_questions(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    prefix = ids()
+    cache = fill(model, QuantizedCache.from_model(model, "int4"), prefix)
+    cache.save(tmp_path / "p.safetensors", model, byte_tokenizer)
+    # Questions of 5, 3 and 1 tokens, padded between prefix and question.
+    questions = ids(3, 5, 2)
+    mask = torch.ones(3, 28, dtype=torch.long)
+    mask[1, 23:25] = 0
+    mask[2, 23:27] = 0
+    text = torch.cat([prefix.expand(3, -1), questions], 1)
+    answers = []
+    for each in (cache, QuantizedCache.load(tmp_path / "p", model, tokenizer=byte_tokenizer)):
+        each.batch_repeat_interleave(3)
+        answers.append(generate(model, each, text, mask))
+    assert torch.equal(*answers)
+    alone = QuantizedCache.load(tmp_path / "p", model, tokenizer=byte_tokenizer)
+    last = torch.cat([prefix, questions[2:, 4:]], 1)
+    assert torch.equal(generate(model, alone, last, None)[0, 24:], answers[0][2, 28:])
+
+
+def test_groups_that_a_crop_left_short_stay_short(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    cache = fill(model, QuantizedCache.from_model(model, "int4-kivi", **KIVI), ids())
+    cache.crop(-13)
+    fill(model, cache, ids(1, 12, 1))
+    cache.crop(-6)
+    key, _ = cache.layers[0].stores[0]
+    assert key.state()[0]["short"], "nothing is short: the test is about nothing"
+    cache.save(tmp_path / "p.safetensors", model, byte_tokenizer)
+    loaded = QuantizedCache.load(tmp_path / "p", model, tokenizer=byte_tokenizer)
+    assert_same(cache, loaded)
+    for each in (cache, loaded):
+        fill(model, each, ids(1, 8, 2))
+        each.crop(-3)
+        fill(model, each, ids(1, 30, 3))
+    assert_same(cache, loaded)
+
+
+def test_what_a_rollback_may_take_back_is_still_exact(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("gemma2")
+    cache = QuantizedCache.from_model(model, "int8")
+    cache.activate_past_recording()
+    fill(model, cache, ids())
+    cache.save(tmp_path / "p.safetensors", model, byte_tokenizer)
+    loaded = QuantizedCache.load(tmp_path / "p", model, tokenizer=byte_tokenizer)
+    assert loaded.is_croppable
+    for each in (cache, loaded):
+        each.crop(-12)
+        fill(model, each, ids(1, 3, 1))
+    assert_same(cache, loaded)
+
+
+def test_a_longer_prefix_can_be_saved_again(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model, path = tiny("mistral"), tmp_path / "p.safetensors"
+    cache = fill(model, QuantizedCache.from_model(model, "int4-kivi", **KIVI), ids())
+    cache.save(path, model, byte_tokenizer)
+    loaded = QuantizedCache.load(path, model, tokenizer=byte_tokenizer)
+    fill(model, loaded, ids(1, 40, 1)).save(path, model, byte_tokenizer)
+    fill(model, cache, ids(1, 40, 1))
+    assert_same(cache, QuantizedCache.load(path, model, tokenizer=byte_tokenizer))
+
+
+def test_only_what_can_be_seen_is_written(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("gemma2")
+    cache = fill(model, QuantizedCache.from_model(model, "int4"), ids(1, 90))
+    cache.save(tmp_path / "p.safetensors", model, byte_tokenizer)
+    tensors, _ = read(tmp_path / "p.safetensors", "prefix")
+    written = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    assert written == cache.live_nbytes() < cache.nbytes()
+
+
+def test_the_means_come_along(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path, quiet: None
+) -> None:
+    model, path = tiny("qwen2"), tmp_path / "p.safetensors"
+    scales = calibrated(model, INT8)
+    cache = QuantizedCache.from_model(model, "int4", scales, tokenizer=byte_tokenizer)
+    assert cache.plan.turns_means
+    fill(model, cache, ids(1, 40)).save(path, model, byte_tokenizer)
+    save_scales(scales, tmp_path / "scales.safetensors")
+    given = (None, scales, tmp_path / "scales")
+    caches = [
+        QuantizedCache.load(path, model, tokenizer=byte_tokenizer, scales=each) for each in given
+    ]
+    for each in (cache, *caches):
+        fill(model, each, ids(1, 9, 1))
+    for each in caches:
+        assert each.scales is not None
+        assert_same(cache, each)
+    assert "turned with the position" in caches[0].summary()
+
+
+def test_static_scales_come_along(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model, path = tiny("llama"), tmp_path / "p.safetensors"
+    cache = QuantizedCache.from_model(model, scales=calibrated(model, INT8))
+    fill(model, cache, ids()).save(path, model, byte_tokenizer)
+    loaded = QuantizedCache.load(path, model, tokenizer=byte_tokenizer)
+    assert loaded.scales is not None and cache.scales is not None
+    assert loaded.scales.layers == cache.scales.layers
+    for each in (cache, loaded):
+        fill(model, each, ids(1, 9, 1))
+    assert_same(cache, loaded)
+
+
+def test_other_scales_are_refused(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model, path = tiny("qwen2"), tmp_path / "p.safetensors"
+    scales = calibrated(model, INT8)
+    cache = QuantizedCache.from_model(model, "int4", scales)
+    fill(model, cache, ids()).save(path, model, byte_tokenizer)
+    key = scales.layers[1].key
+    assert key.mean_unrotated is not None
+    moved = replace(scales.layers[1], key=replace(key, mean_unrotated=key.mean_unrotated + 1e-3))
+    other = replace(scales, layers={**scales.layers, 1: moved})
+    with pytest.raises(FingerprintError, match="other scales or means: leave scales away"):
+        QuantizedCache.load(path, model, tokenizer=byte_tokenizer, scales=other)
+    # Ranges are no part of what int4 is made with.
+    wider = replace(key, scale=key.scale * 2)
+    layers = {**scales.layers, 1: replace(scales.layers[1], key=wider)}
+    QuantizedCache.load(
+        path, model, tokenizer=byte_tokenizer, scales=replace(scales, layers=layers)
+    )
+
+
+@pytest.fixture
+def saved(tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path) -> Path:
+    """A prefix of the tiny llama."""
+    model = tiny("llama")
+    path = tmp_path / "p.safetensors"
+    cache = fill(model, QuantizedCache.from_model(model, "int4"), ids())
+    cache.save(path, model, byte_tokenizer)
+    return path
+
+
+def refused(path: Path, model: Any, tokenizer: Any) -> str:
+    with pytest.raises(FingerprintError) as caught:
+        QuantizedCache.load(path, model, tokenizer=tokenizer)
+    return str(caught.value)
+
+
+def test_other_weights_are_refused_and_can_be_forced(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0] += 0.01
+    message = refused(saved, model, byte_tokenizer)
+    assert ": weights differ," in message
+    assert "let this model read the prefix and save it" in message
+    with pytest.warns(UserWarning, match="forced: .*weights differ"):
+        cache = QuantizedCache.load(saved, model, tokenizer=byte_tokenizer, force=True)
+    assert cache.get_seq_length() == 23
+
+
+def test_another_adapter_is_refused(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["v_proj"], r=2, init_lora_weights=False)
+    model = get_peft_model(tiny("llama"), config)
+    assert ": adapters differ," in refused(saved, model, byte_tokenizer)
+    with model.disable_adapter():
+        QuantizedCache.load(saved, model, tokenizer=byte_tokenizer)
+
+
+def test_an_adapters_prefix_is_its_own(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["v_proj"], r=2, init_lora_weights=False)
+    torch.manual_seed(1)
+    model = get_peft_model(tiny("llama"), config)
+    cache = fill(model, QuantizedCache.from_model(model, "int8"), ids())
+    cache.save(tmp_path / "p", model, byte_tokenizer)
+    assert_same(cache, QuantizedCache.load(tmp_path / "p", model, tokenizer=byte_tokenizer))
+    assert ": adapters differ," in refused(tmp_path / "p", tiny("llama"), byte_tokenizer)
+
+
+def test_another_tokenizer_or_chat_template_is_refused(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    model = tiny("llama")
+    byte_tokenizer.chat_template = "{{ messages }}"
+    assert ": chat template differ," in refused(saved, model, byte_tokenizer)
+    byte_tokenizer.add_tokens(["<tool>"])
+    assert ": tokenizer and chat template differ," in refused(saved, model, byte_tokenizer)
+    with torch.no_grad():
+        model.lm_head.weight[0] += 1
+    expected = ": weights and tokenizer and chat template differ,"
+    assert expected in refused(saved, model, byte_tokenizer)
+
+
+def test_other_rotary_settings_are_refused(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    # The same weights, as when a longer context is served through YaRN.
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny("llama", rope_parameters={**rope, "original_max_position_embeddings": 128})
+    assert ": rotary settings differ," in refused(saved, model, byte_tokenizer)
+
+
+def test_another_geometry_cannot_be_forced(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    other = tiny("llama", num_key_value_heads=4)
+    with pytest.raises(FingerprintError, match="weights and cache geometry differ"):
+        QuantizedCache.load(saved, other, tokenizer=byte_tokenizer, force=True)
+    other = tiny("llama", max_position_embeddings=1024)
+    assert ": cache geometry differ," in refused(saved, other, byte_tokenizer)
+
+
+def test_an_unknown_tokenizer_is_worth_a_warning(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    with pytest.warns(UserWarning, match="this call does not say which tokenizer"):
+        cache = QuantizedCache.load(saved, model)
+    cache.save(tmp_path / "unknown.safetensors", model)
+    with pytest.warns(UserWarning, match="the prefix does not say which tokenizer"):
+        QuantizedCache.load(tmp_path / "unknown", model, tokenizer=byte_tokenizer)
+
+
+def test_another_dtype_is_worth_a_warning(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    half = tiny("llama").bfloat16()
+    cache = fill(half, QuantizedCache.from_model(half, "int4"), ids())
+    cache.save(tmp_path / "p.safetensors", half, byte_tokenizer)
+    model = tiny("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    with pytest.warns(UserWarning, match="computed in bfloat16, the model is in float32"):
+        loaded = QuantizedCache.load(tmp_path / "p", model, tokenizer=byte_tokenizer)
+    assert_same(cache, loaded)
+    fill(model, loaded, ids(1, 5, 1))
+    assert loaded.get_seq_length() == 28
+
+
+def test_there_must_be_something_to_save(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    cache = QuantizedCache.from_model(model, "int8")
+    with pytest.raises(InputError, match="nothing to save: let the model read the prefix first"):
+        cache.save(tmp_path / "p", model, byte_tokenizer)
+    fill(model, cache, ids())
+    with pytest.raises(InputError, match="made for another model"):
+        cache.save(tmp_path / "p", tiny("llama"), byte_tokenizer)
+    cache.crop(-23)
+    with pytest.raises(InputError, match="nothing to save"):
+        cache.save(tmp_path / "p", model, byte_tokenizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forward_pass_that_was_cut_off_is_not_saved(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    cache = fill(model, QuantizedCache.from_model(model, "int8"), ids())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fill(model, cache, ids(1, 4, 1))
+    handle.remove()
+    with pytest.raises(InputError, match="layers hold 23 to 27 tokens of 27: a forward pass was"):
+        cache.save(tmp_path / "p", model, byte_tokenizer)
+
+
+@pytest.mark.parametrize("cut", [1, 200, 5000])
+def test_a_file_cut_short_is_refused(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any, cut: int
+) -> None:
+    saved.write_bytes(saved.read_bytes()[:-cut])
+    with pytest.raises(FileFormatError, match="cut short or no safetensors file"):
+        QuantizedCache.load(saved, tiny("llama"), tokenizer=byte_tokenizer)
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        header = json.loads(file.metadata()["kvquant"])
+    change(tensors, header)
+    save_file(tensors, path, metadata={"format": "pt", "kvquant": json.dumps(header)})
+
+
+def one_bit(tensors: dict[str, Any], _: dict[str, Any]) -> None:
+    tensors["layers.1.key.0.coded.codes"][0, 0, 0, 0] ^= 1
+
+
+def one_scale_of_minus_zero(tensors: dict[str, Any], _: dict[str, Any]) -> None:
+    tensors["layers.1.key.0.coded.scale"][0, 0, 0] *= -1
+
+
+def one_tensor_less(tensors: dict[str, Any], _: dict[str, Any]) -> None:
+    del tensors["layers.1.key.0.sinks.exact"]
+
+
+def one_token_more(_: dict[str, Any], header: dict[str, Any]) -> None:
+    header["ledger"]["slots"] += 1
+
+
+def no_hash(_: dict[str, Any], header: dict[str, Any]) -> None:
+    del header["sha256"]
+
+
+def no_fingerprint(_: dict[str, Any], header: dict[str, Any]) -> None:
+    del header["fingerprint"]
+
+
+CHANGES = [one_bit, one_scale_of_minus_zero, one_tensor_less, one_token_more, no_hash]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, no_fingerprint])
+def test_content_that_changed_is_refused(
+    saved: Path,
+    tiny: Callable[..., Any],
+    byte_tokenizer: Any,
+    change: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> None:
+    rewritten(saved, lambda tensors, header: None)
+    QuantizedCache.load(saved, tiny("llama"), tokenizer=byte_tokenizer)
+    rewritten(saved, change)
+    with pytest.raises(FileFormatError, match="is damaged"):
+        QuantizedCache.load(saved, tiny("llama"), tokenizer=byte_tokenizer)
+
+
+def test_files_of_another_kind_are_refused(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    save_scales(calibrated(model, INT8), tmp_path / "scales.safetensors")
+    with pytest.raises(FileFormatError, match="is a scales file, a prefix file is needed"):
+        QuantizedCache.load(tmp_path / "scales", model, tokenizer=byte_tokenizer)
+    with pytest.raises(FileFormatError, match="a prefix file from `QuantizedCache"):
+        QuantizedCache.load(tmp_path / "nothing", model, tokenizer=byte_tokenizer)
+    with pytest.raises(FileFormatError, match="is a prefix file, a scales file is needed"):
+        QuantizedCache.from_model(model, "int4", saved)
+
+
+def test_places_that_cannot_be_written_are_one_line(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    cache = fill(model, QuantizedCache.from_model(model, "int8"), ids())
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "p", tmp_path / ("x" * 300)):
+        with pytest.raises(InputError, match="cannot write"):
+            cache.save(place, model, byte_tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """A limit on the size of files is what a full disk looks like."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_keeps_the_old_file(
+    saved: Path, tiny: Callable[..., Any], request: pytest.FixtureRequest
+) -> None:
+    before = saved.read_bytes()
+    model = tiny("llama")
+    cache = fill(model, QuantizedCache.from_model(model, "int8"), ids(1, 100))
+    request.getfixturevalue("full_disk")
+    with pytest.raises(InputError, match=r"cannot write .*p.safetensors .*: File too large"):
+        cache.save(saved, model)
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_what_is_loaded_does_not_depend_on_the_file_any_more(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    model = tiny("llama")
+    cache = QuantizedCache.load(saved, model, tokenizer=byte_tokenizer)
+    cache.save(saved, model, byte_tokenizer)
+    assert_same(cache, QuantizedCache.load(saved, model, tokenizer=byte_tokenizer))
+    saved.write_bytes(b"\0" * saved.stat().st_size)
+    other = fill(model, QuantizedCache.from_model(model, "int4"), ids())
+    assert_same(cache, other)
+
+
+def positions(start: int, stop: int) -> None:
+    return None
+
+
+STEPS = st.lists(st.integers(-6, 12).filter(bool), min_size=1, max_size=8)
+
+
+@given(
+    STEPS,
+    STEPS,
+    st.sampled_from([Window(2, 3, 4), Window(0, 0, 1), Window(1, 2, 3, 9), Window(3, 9, 2, 7)]),
+)
+def test_a_store_goes_on_from_its_state(before: list[int], after: list[int], at: Window) -> None:
+    """Tokens added (positive) and taken back (negative), before and after."""
+    how = TensorScheme(
+        tensor_format("int4"),
+        Granularity.PER_GROUP if at.unit > 1 else Granularity.PER_TOKEN,
+        symmetric=False,
+        group_size=at.unit if at.unit > 1 else None,
+    )
+    codec = Codec(how, 6, torch.float32)
+    store, twin = SlotStore(codec, at), SlotStore(codec, at)
+    generator = torch.Generator().manual_seed(0)
+
+    def run(steps: list[int], *stores: SlotStore) -> None:
+        for step in steps:
+            if step > 0:
+                states = torch.randn(2, 1, step, 6, generator=generator)
+                for each in stores:
+                    each.append(states, positions)
+            elif all(each.can_crop(-step) for each in stores):
+                for each in stores:
+                    each.crop(-step)
+
+    run(before, store)
+    numbers, tensors = store.state()
+    twin.restore(json.loads(json.dumps(numbers)), tensors)
+    run(after, store, twin)
+    for one, other in ((store.state(), twin.state()),):
+        assert one[0] == other[0]
+        assert one[1].keys() == other[1].keys()
+        assert all(torch.equal(part, other[1][name]) for name, part in one[1].items())
+    seen = store.length - store.window.first_kept(store.length)
+    out = torch.zeros(2, 2, 1, seen, 6)
+    if seen:
+        store.read(out[0], positions)
+        twin.read(out[1], positions)
+    assert torch.equal(out[0], out[1])
+    assert store.live_nbytes() == twin.live_nbytes()
