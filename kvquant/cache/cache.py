@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from kvquant.errors import FingerprintError, InputError, SchemeError
-from kvquant.fingerprint import fingerprint
+from kvquant.errors import InputError
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
-from kvquant.presets import preset
 from kvquant.scales import KVScales
-from kvquant.scheme import Granularity, QuantScheme, TensorScheme
-from kvquant.storage import load_scales
+from kvquant.scheme import QuantScheme
 
 from .build import Plan, build_layers
+from .choose import choose_scheme, find_scales
 from .companions import check_state_crop, crop_state, state_nbytes
 from .layer import QuantizedLayer
 from .ledger import Sources, TokenLedger
+from .padding import real_tokens
 from .transformers_compat import by_name, cache_of_call, tokens_to_remove
 from .workspace import Workspace
 
@@ -101,7 +99,8 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             layers: Schemes of single layers by number, negative ones from the end:
                 ``{0: "none", -1: "int8"}``.
             tokenizer: The model's, if scales are to be checked against it.
-            force: Take scales of another model all the same, with a warning.
+            force: Take scales of another model of the same shape all the same; those of a file
+                with a warning.
             offloading: Keep layers on the CPU while they are not needed; on accelerators only.
 
         Raises:
@@ -111,7 +110,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             InputError: Neither scheme nor scales, or something else that cannot be used.
         """
         geometry = CacheGeometry.from_config(model.config)
-        found = _find_scales(model, scales, geometry, tokenizer, force)
+        found = find_scales(model, scales, geometry, tokenizer, force)
         changes = {
             "key_format": key_format,
             "value_format": value_format,
@@ -120,7 +119,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             "residual_length": residual_length,
             "group_size": group_size,
         }
-        chosen = _choose_scheme(scheme, found, changes, layers or {}, len(geometry.layers))
+        chosen = choose_scheme(scheme, found, changes, layers or {}, len(geometry.layers))
         chosen.check(geometry)
         decoder = base_model(model).get_decoder()
         if offloading and decoder.device.type == "cpu":
@@ -197,7 +196,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         """
         self._forget_failed_call()
         count = tokens_to_remove(tokens, self.get_seq_length())
-        counts = self._real_among_newest(count)
+        counts = self._ledger.real_tokens(count)
         for layer in self.layers:
             if isinstance(layer, QuantizedLayer):
                 layer.check_crop(count, counts)
@@ -330,38 +329,13 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         else:
             self._ledger.reset()
 
-    def _real_among_newest(self, count: int) -> list[int]:
-        """How many of the newest `count` slots hold real tokens, group by group."""
-        slots = self._ledger.slots
-        return [
-            sum(size for _, _, size in group.pieces(slots - count, slots))
-            for group in self._ledger.groups
-        ]
-
     def _real_tokens(self, mask: Any, batch: int, count: int) -> torch.Tensor | None:
-        """Which of a call's tokens are real, on the CPU; None if all are.
-
-        Raises:
-            InputError: A mask that does not say so.
-        """
-        if mask is None:
-            return None
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            kind = f"{mask.dim()}-D" if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise InputError(
-                f"a quantized cache needs an attention mask [batch, tokens], not {kind}: without "
-                "it padding cannot be told from text"
-            )
-        start = self._ledger.slots
-        if mask.shape[0] != batch or mask.shape[1] < start + count:
-            raise InputError(
-                f"the attention mask is {list(mask.shape)}, but {batch} rows of {start} cached and "
-                f"{count} new tokens need [{batch}, {start + count}]"
-            )
-        begun = start and all(group.tokens for group in self._ledger.groups)
-        if count == 1 and begun and mask.device.type != "cpu":
-            return None  # a decode step: looking at the mask would stall the device
-        return mask[:, start : start + count].bool().cpu()
+        """Which of a call's tokens are real, on the CPU; None if all are."""
+        real = real_tokens(mask, batch, self._ledger.slots, count)
+        begun = self._ledger.slots and all(group.tokens for group in self._ledger.groups)
+        if real is None or (count == 1 and begun and real.device.type != "cpu"):
+            return None  # of a decode step on a device: looking at the mask would stall it
+        return real.cpu()
 
     def _select(self, index: torch.Tensor) -> None:
         if not self._ledger.batch:
@@ -396,74 +370,3 @@ def remove_hook(model: Any) -> None:
     if handle is not None:
         handle.remove()
         object.__setattr__(decoder, _HOOKED, None)
-
-
-def _find_scales(
-    model: Any,
-    scales: KVScales | Path | str | None,
-    geometry: CacheGeometry,
-    tokenizer: Any,
-    force: bool,
-) -> KVScales | None:
-    if scales is None:
-        return None
-    if not isinstance(scales, KVScales):
-        return load_scales(scales, model, tokenizer=tokenizer, force=force)
-    try:
-        scales.check_model(fingerprint(model, tokenizer), geometry)
-    except FingerprintError:
-        if not force:
-            raise
-    return scales
-
-
-def _choose_scheme(
-    scheme: str | QuantScheme | None,
-    scales: KVScales | None,
-    changes: dict[str, Any],
-    layers: Mapping[int, str | QuantScheme],
-    count: int,
-) -> QuantScheme:
-    """The scheme that the arguments of `from_model` ask for.
-
-    Raises:
-        InputError: Nothing was asked for, or changes of something that is not a preset.
-        SchemeError: A layer that the model does not have.
-    """
-    changed = {name: value for name, value in changes.items() if value is not None}
-    if isinstance(scheme, str):
-        chosen = _calibrated(preset(scheme, **changed), scales)
-    elif changed:
-        raise InputError(f"{', '.join(changed)} change a preset: give its name as scheme")
-    elif scheme is not None:
-        chosen = scheme
-    elif scales is not None:
-        chosen = scales.scheme
-    else:
-        raise InputError("give a scheme, such as scheme='int8', or scales=… of kvquant calibrate")
-    own = {}
-    for index, layer in layers.items():
-        if not -count <= index < count:
-            raise SchemeError(f"no layer {index}: the model has layers 0 to {count - 1}")
-        named = preset(layer) if isinstance(layer, str) else layer
-        if index % count in own:
-            raise SchemeError(f"layer {index % count} is named twice: one scheme a layer")
-        own[index % count] = _calibrated(named, scales)
-    return replace(chosen, layers=tuple(sorted({**dict(chosen.layers), **own}.items())))
-
-
-def _calibrated(scheme: QuantScheme, scales: KVScales | None) -> QuantScheme:
-    """`scheme` with the calibrated slots of `scales` for the fp8 and int8 of the same format."""
-    if scales is None:
-        return scheme
-
-    def static(asked: TensorScheme, known: TensorScheme) -> TensorScheme:
-        plain = asked.granularity is Granularity.PER_TOKEN and asked.symmetric and not asked.center
-        return known if plain and asked.format == known.format else asked
-
-    return replace(
-        scheme,
-        key=static(scheme.key, scales.scheme.key),
-        value=static(scheme.value, scales.scheme.value),
-        rotary_part=static(scheme.rotary_part, scales.scheme.value),
-    )

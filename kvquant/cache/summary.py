@@ -9,13 +9,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvquant.scheme import TensorScheme
+
 from .companions import state_nbytes
 from .layer import QuantizedLayer
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
 
-_WIDTH = 110
+_WIDTH = 160
 
 
 def summary(cache: QuantizedCache) -> str:
@@ -48,12 +50,19 @@ def _alike(cache: QuantizedCache) -> list[tuple[list[int], tuple[str, ...]]]:
     for index, layer in enumerate(cache.layers):
         geometry = cache.geometry.layers[index]
         if isinstance(layer, QuantizedLayer):
-            slots = tuple(str(cache.plan.slot_scheme(index, slot)) for slot in ("key", "value"))
+            slots = tuple(_short(cache.plan.slot_scheme(index, slot)) for slot in ("key", "value"))
             shown = (str(geometry), *slots, f"{layer.get_seq_length():,}")
         else:
             shown = (str(geometry), "", "", "")
         rows.setdefault(shown, []).append(index)
     return [(members, shown) for shown, members in rows.items()]
+
+
+def _short(scheme: TensorScheme) -> str:
+    """``int4 per-token``; the line below the table says the rest."""
+    if not scheme.format.is_scaled:
+        return scheme.format.name
+    return f"{scheme.format.name} {scheme.granularity.value}"
 
 
 def _sizes(cache: QuantizedCache, index: int) -> tuple[int, int, int]:

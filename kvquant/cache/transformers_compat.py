@@ -37,6 +37,7 @@ def tokens_to_remove(tokens: int, length: int) -> int:
     Raises:
         ValueError: A positive number, where Transformers no longer knows it either.
     """
+    tokens = int(tokens)  # assisted decoding of 5.17 hands a tensor over
     if tokens <= 0:
         return min(-tokens, length)
     if _COUNTS_WHAT_TO_KEEP:

@@ -1,0 +1,95 @@
+"""Which scales and which scheme the arguments of `QuantizedCache.from_model` ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvquant.errors import FingerprintError, InputError, SchemeError
+from kvquant.fingerprint import fingerprint
+from kvquant.geometry import CacheGeometry
+from kvquant.presets import preset
+from kvquant.scales import KVScales
+from kvquant.scheme import Granularity, QuantScheme, TensorScheme
+from kvquant.storage import load_scales
+
+
+def find_scales(
+    model: Any,
+    scales: KVScales | Path | str | None,
+    geometry: CacheGeometry,
+    tokenizer: Any,
+    force: bool,
+) -> KVScales | None:
+    """Calibrated scales, from memory or a file, made sure to belong to `model`.
+
+    Raises:
+        FingerprintError: They are another model's.
+        FileFormatError: No such file, or a damaged one.
+    """
+    if scales is None:
+        return None
+    if not isinstance(scales, KVScales):
+        scales = load_scales(scales, model, tokenizer=tokenizer, force=force)
+    elif not force:
+        scales.check_model(fingerprint(model, tokenizer), geometry)
+    if scales.geometry.layers != geometry.layers:
+        raise FingerprintError(
+            f"scales of another cache cannot be forced: {scales.geometry.summary()} in the scales, "
+            f"{geometry.summary()} in the model"
+        )
+    return scales
+
+
+def choose_scheme(
+    scheme: str | QuantScheme | None,
+    scales: KVScales | None,
+    changes: dict[str, Any],
+    layers: Mapping[int, str | QuantScheme],
+    count: int,
+) -> QuantScheme:
+    """The scheme that the arguments of `from_model` ask for.
+
+    Raises:
+        InputError: Nothing was asked for, or changes of something that is not a preset.
+        SchemeError: A layer that the model does not have.
+    """
+    changed = {name: value for name, value in changes.items() if value is not None}
+    if isinstance(scheme, str):
+        chosen = _calibrated(preset(scheme, **changed), scales)
+    elif changed:
+        raise InputError(f"{', '.join(changed)} change a preset: give its name as scheme")
+    elif scheme is not None:
+        chosen = scheme
+    elif scales is not None:
+        chosen = scales.scheme
+    else:
+        raise InputError("give a scheme, such as scheme='int8', or scales=… of kvquant calibrate")
+    own = {}
+    for index, layer in layers.items():
+        if not -count <= index < count:
+            raise SchemeError(f"no layer {index}: the model has layers 0 to {count - 1}")
+        named = preset(layer) if isinstance(layer, str) else layer
+        if index % count in own:
+            raise SchemeError(f"layer {index % count} is named twice: one scheme a layer")
+        own[index % count] = _calibrated(named, scales)
+    return replace(chosen, layers=tuple(sorted({**dict(chosen.layers), **own}.items())))
+
+
+def _calibrated(scheme: QuantScheme, scales: KVScales | None) -> QuantScheme:
+    """`scheme` with the calibrated slots of `scales` for the fp8 and int8 of the same format."""
+    if scales is None:
+        return scheme
+
+    def static(asked: TensorScheme, known: TensorScheme) -> TensorScheme:
+        plain = asked.granularity is Granularity.PER_TOKEN and asked.symmetric and not asked.center
+        return known if plain and asked.format == known.format else asked
+
+    return replace(
+        scheme,
+        key=static(scheme.key, scales.scheme.key),
+        value=static(scheme.value, scales.scheme.value),
+        rotary_part=static(scheme.rotary_part, scales.scheme.value),
+    )

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant.cache.cache import QuantizedCache
+from kvquant.cache.summary import size
+from kvquant.cache.transformers_compat import cache_argument
+from kvquant.fingerprint import fingerprint
+from kvquant.geometry import CacheGeometry
+from kvquant.provenance import Provenance
+from kvquant.rotary import RotaryLayout
+from kvquant.scales import KVScales, LayerScales, TensorScales
+from kvquant.scheme import Granularity, QuantScheme, TensorScheme, tensor_format
+
+
+def fill(model: Any, cache: QuantizedCache, tokens: int, batch: int = 1) -> str:
+    """Runs a model once; the summary afterwards."""
+    ids = torch.arange(3, 3 + tokens).expand(batch, -1) % 120 + 3
+    with torch.no_grad():
+        model(ids, **{cache_argument(model.get_decoder()): cache})
+    return cache.summary()
+
+
+def rows(summary: str) -> dict[str, str]:
+    """First lines of the table's rows by their first word, blanks made one."""
+    table = summary.split("scheme:")[0]
+    lines = [re.sub(r"\s+", " ", line).strip() for line in table.splitlines()]
+    return {
+        line.split(" ")[0]: line for line in lines if re.match(r"(layers|all|\d[\d,-]*) ", line)
+    }
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (4608, "4.61 kB"),
+        (99_950, "100 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (12_345_678, "12.3 MB"),
+        (999_600_000, "1 GB"),
+        (1_234_000_000, "1.23 GB"),
+        (1_234_000_000_000, "1,234 GB"),
+    ],
+)
+def test_sizes_for_people(count: int, shown: str) -> None:
+    assert size(count) == shown
+
+
+# The table
+
+
+def test_an_empty_cache_has_a_table_of_zeros(tiny: Callable[..., Any]) -> None:
+    cache = QuantizedCache.from_model(tiny("llama"), scheme="int8")
+    found = rows(cache.summary())
+    assert found["layers"] == "layers kind keys values tokens live held bf16 ratio"
+    assert re.search(r"int8 per-token int8 per-token 0 0 B 0 B 0 B$", found["0-1"])
+    assert found["all"] == "all 0 B 0 B 0 B"
+    assert "beside it" not in cache.summary()
+
+
+def test_layers_that_are_alike_share_a_row(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama")
+    cache = QuantizedCache.from_model(model, scheme="int8")
+    found = rows(fill(model, cache, 32, batch=3))
+    # 2 layers x 3 rows x 2 heads x 32 tokens x 2 slots x (16 + 2) bytes; held are 64 tokens.
+    assert re.search(r"32 13\.8 kB 27\.6 kB 24\.6 kB 1\.78 x$", found["0-1"])
+    assert found["0-1"].startswith("0-1 full, 2 KV heads")
+    assert found["all"] == "all 13.8 kB 27.6 kB 24.6 kB 1.78 x"
+    assert cache.live_nbytes() == 13_824
+    assert cache.nbytes() == 27_648
+
+
+def test_layers_that_differ_have_rows_of_their_own(tiny: Callable[..., Any]) -> None:
+    model = tiny("gemma2")
+    cache = QuantizedCache.from_model(model, scheme="int8", layers={0: "none", -1: "fp8"})
+    found = rows(fill(model, cache, 30))
+    assert set(found) == {"layers", "0", "1", "2", "3", "all"}
+    # Sliding layers hold 7 tokens: 7 x 2 heads x 2 slots x 16 x 4 bytes.
+    assert re.search(r"^0 sliding \(8\), 2.* none none 30 1\.79 kB .* 896 B 0\.50 x$", found["0"])
+    assert re.search(
+        r"^1 full, 2.* int8 per-token int8 per-token 30 2\.16 kB .* 1\.78 x$", found["1"]
+    )
+    assert re.search(r"^2 sliding .* int8 per-token int8 per-token 30 504 B .* 896 B", found["2"])
+    assert "fp8_e4m3 per-token" in cache.summary()
+    assert "layer 0: K none, V none" in cache.summary()
+
+
+@pytest.mark.parametrize(
+    ("layers", "shown"),
+    [
+        ({}, {"0-5"}),
+        ({0: "none"}, {"0", "1-5"}),
+        ({2: "none", 3: "none"}, {"0-1,4-5", "2-3"}),
+        ({1: "none", 3: "none", 5: "none"}, {"0,2,4", "1,3,5"}),
+        ({0: "none", 1: "none", 4: "none"}, {"0-1,4", "2-3,5"}),
+    ],
+)
+def test_ranges_of_layers(
+    tiny: Callable[..., Any], layers: dict[int, str], shown: set[str]
+) -> None:
+    model = tiny("llama", num_hidden_layers=6)
+    cache = QuantizedCache.from_model(model, scheme="int8", layers=layers)
+    assert set(rows(cache.summary())) - {"layers", "all"} == shown
+
+
+def test_states_beside_keys_and_values_are_counted(tiny: Callable[..., Any]) -> None:
+    model = tiny("qwen3_next")
+    cache = QuantizedCache.from_model(model, scheme="int8")
+    found = rows(fill(model, cache, 30))
+    assert re.search(r"^0-2 linear 6\.14 kB 6\.14 kB 6\.14 kB 1\.00 x$", found["0-2"])
+    assert re.search(r"^3 full.* 30 2\.16 kB 4\.61 kB 3\.84 kB 1\.78 x$", found["3"])
+    assert found["all"] == "all 8.3 kB 10.8 kB 9.98 kB 1.20 x"
+
+
+def test_a_latent_layer_shows_both_of_its_parts(tiny: Callable[..., Any]) -> None:
+    model = tiny("deepseek")
+    cache = QuantizedCache.from_model(model, scheme="int8", rotary_format="bf16")
+    found = rows(fill(model, cache, 30))
+    # 2 layers x 30 tokens x (16 + 2 + 4 x 2) bytes, against 2 x 30 x 20 x 2.
+    assert found["0-1"] == (
+        "0-1 latent, 1 KV head of 16+4 int8 per-token bf16 30 1.56 kB 3.33 kB 2.4 kB 1.54 x"
+    )
+
+
+def test_many_tokens_are_readable(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama", max_position_embeddings=2048)
+    cache = QuantizedCache.from_model(model, scheme="int8")
+    assert " 1,500 " in rows(fill(model, cache, 1500))["0-1"]
+
+
+# Remarks
+
+
+def test_it_says_which_scheme_ran_and_what_is_shared(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama")
+    cache = QuantizedCache.from_model(model, scheme="int8", sink_tokens=2, residual_length=9)
+    fill(model, cache, 30)
+    found = fill(model, cache, 1)
+    assert (
+        "scheme: K int8 per-token, V int8 per-token, first 2 tokens exact, newest 9 tokens exact"
+    ) in found
+    # 31 tokens of one layer, 2 heads x (16 + 16) x 4 bytes, and an eighth more.
+    assert "beside it: 8.93 kB that all layers share to read into" in found
+    assert cache.workspace_nbytes() == 2 * (31 * 32 + 31 * 32 // 8) * 4
+    assert "means" not in found
+
+
+def test_it_says_that_there_are_no_means(tiny: Callable[..., Any]) -> None:
+    cache = QuantizedCache.from_model(tiny("llama"), scheme="int4")
+    assert "means: none, the cache is not calibrated; give scales=" in cache.summary()
+
+
+def calibrated(model: Any, turned: list[int] | None, *, value_mean: bool = True) -> QuantizedCache:
+    """An int4 cache with means; those of layer 0's keys turn in the pairs `turned`."""
+    geometry = CacheGeometry.from_config(model.config)
+    slot = TensorScheme(tensor_format("int8"), Granularity.PER_TENSOR)
+    scale, mean = torch.ones(1, 1), torch.ones(2, 16)
+    still = TensorScales(scale, None, mean)
+    pairs = torch.zeros(8, dtype=torch.bool)
+    pairs[turned or []] = True
+    turning = TensorScales(scale, None, mean, mean, RotaryLayout(0, 16, False, "half"), pairs)
+    without = still if value_mean else TensorScales(scale)
+    layers = {0: LayerScales(turning, still), 1: LayerScales(still, without)}
+    provenance = Provenance(fingerprints=(fingerprint(model),))
+    scales = KVScales(geometry, QuantScheme(slot, slot), layers, provenance)
+    return QuantizedCache.from_model(model, scheme="int4", scales=scales)
+
+
+def test_it_says_how_many_means_turn(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama")
+    assert (
+        "means: calibrated for 4 of 4 slots; turned with the position in 1 "
+        "(3 of 8 rotary pairs on average), fixed in the others"
+    ) in calibrated(model, [1, 2, 7]).summary()
+
+
+def test_a_slot_without_a_mean_is_not_called_calibrated(tiny: Callable[..., Any]) -> None:
+    found = calibrated(tiny("llama"), None, value_mean=False).summary()
+    assert "means: calibrated for 3 of 4 slots\n" in found + "\n"
+
+
+def test_lines_end_where_their_text_does(tiny: Callable[..., Any]) -> None:
+    model = tiny("gemma2")
+    found = fill(model, QuantizedCache.from_model(model, scheme="int4-kivi"), 30)
+    assert all(line == line.rstrip() for line in found.splitlines())
+    assert found == found.replace("\x1b", "")  # no colours in a string
