@@ -13,11 +13,11 @@ from kvquant.errors import InputError
 from .format_names import Overrides, parse_formats, scheme_format
 from .formats import CacheFormat
 from .memory import choose_memory
-from .nearest import nearest
 from .parallel import Parallel
 from .plan import Request
 from .spec import ModelSpec, describe
 from .weights import WEIGHT_BITS, Weights, find_weights
+from .wording import nearest
 from .workload import Workload, read_traffic
 
 if TYPE_CHECKING:
@@ -57,7 +57,12 @@ def ask(model_name: str, options: Mapping[str, Any]) -> Question:
     )
     weights = _weights(model, options, needed=memory is not None)
     workload = _workload(model, options)
-    reserved = options["reserve"] or model.geometry.max_positions or workload.longest
+    reserved = options["reserve"]
+    if reserved is not None and reserved < workload.longest:
+        raise InputError(
+            f"--reserve {reserved:,} is less than the longest sequence, {workload.longest:,} tokens"
+        )
+    reserved = reserved or model.geometry.max_positions or workload.longest
     request = Request(
         model,
         weights,
@@ -95,6 +100,10 @@ def _workload(model: ModelSpec, options: Mapping[str, Any]) -> Workload:
     given = [name for name in ("context", "contexts", "traffic") if options[name] is not None]
     if len(given) > 1:
         raise InputError(f"--{given[0]} and --{given[1]} both say how long sequences are: give one")
+    if options["adapters"] > 1 and not options["prefix_tokens"]:
+        raise InputError(
+            "--adapters says how many copies there are of a shared prefix: give --prefix-tokens"
+        )
     added = options["template_tokens"] + options["thinking_tokens"]
     concurrency = options["concurrency"]
     if options["traffic"] is not None:
@@ -126,7 +135,9 @@ def _formats(
     names = options["formats"] or DEFAULT_FORMATS
     forms = parse_formats(names, overrides, model.dtype_bytes, turns_means=turns)
     if scales is not None:
-        forms.append(scheme_format(scales.name, scales.scheme, skipped, model.dtype_bytes, turns))
+        taken = scales.name in (form.name for form in forms)
+        name = f"{scales.name}.safetensors" if taken else scales.name
+        forms.append(scheme_format(name, scales.scheme, skipped, model.dtype_bytes, turns))
     return forms
 
 

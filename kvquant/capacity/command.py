@@ -39,8 +39,32 @@ def many_tokens(text: str) -> tuple[int, ...]:
     return tuple(some_tokens(part) for part in text.split(","))
 
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-_COUNT = click.IntRange(min=1)
+_LEAST, _MOST = 1e-6, 10**9
+"""Of numbers that are not 0: what is beyond is a slip of the finger, and overflows floats."""
+
+
+def _bounded(number: float) -> None:
+    # Click thinks that NaN lies in any range.
+    if number and not _LEAST <= number <= _MOST:
+        raise click.BadParameter(f"{number:g} is not between {_LEAST:f} and {_MOST:,}")
+
+
+class _Number(click.FloatRange):
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        number: float = super().convert(value, param, ctx)
+        _bounded(number)
+        return number
+
+
+class _Count(click.IntRange):
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        number: int = super().convert(value, param, ctx)
+        _bounded(number)
+        return number
+
+
+_POSITIVE = _Number(min=0, min_open=True)
+_COUNT = _Count(min=1)
 
 
 @click.command()
@@ -72,7 +96,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--bandwidth-tbs", type=_POSITIVE, metavar="TB/s", help="Its memory bandwidth.")
 @click.option(
     "--overhead-gb",
-    type=click.FloatRange(min=0),
+    type=_Number(min=0),
     metavar="GB",
     help="Memory kept free of weights and cache. [default: 5 %]",
 )
@@ -178,4 +202,4 @@ def plan(model: str | None, plot: str | None, **options: Any) -> None:
 
     as_json, explained = options.pop("as_json"), options.pop("explain")
     question = ask(model, options)
-    show_plan(question, as_json, explained, None if plot is None else Path(plot))
+    show_plan(question, as_json, explained, None if plot is None else Path(plot).expanduser())

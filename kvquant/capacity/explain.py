@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .formats import held_tokens
-from .hardware import GB
 from .parallel import Parallel
 from .plan import FormatPlan, Request
 from .sequence import AlikeLayers, SequencePrice
-from .wording import exact, ranges, size
+from .wording import GB, exact, ranges, size, some
 
 
 def explain(request: Request, plans: Sequence[FormatPlan]) -> Iterator[str]:
@@ -46,9 +45,9 @@ def _layer(price: SequencePrice, alike: AlikeLayers, tokens: int) -> Iterator[st
     terms = []
     if layer.keeps_tokens:
         held, heads = held_tokens(layer, tokens), layer.kv_heads
-        per_head = exact(alike.token_nbytes / heads)
-        yield f"    {heads} KV heads x {per_head} = {exact(alike.token_nbytes)} bytes a token"
-        terms.append(f"{held:,} tokens x {exact(alike.token_nbytes)}")
+        per_head, per_token = exact(alike.token_nbytes / heads), exact(alike.token_nbytes)
+        yield f"    {some(heads, 'KV head')} x {per_head} = {per_token} bytes a token"
+        terms.append(f"{held:,} tokens x {per_token}")
         more = nbytes - beside - held * alike.token_nbytes
         if more:
             terms.append(f"{exact(more)} for tokens kept exactly")
@@ -56,7 +55,7 @@ def _layer(price: SequencePrice, alike: AlikeLayers, tokens: int) -> Iterator[st
         terms.append(f"{beside:,} beside keys and values")
     if terms:
         yield f"    {' + '.join(terms)} = {nbytes:,} bytes a layer"
-        yield f"    x {number} layers = {number * nbytes:,} bytes"
+        yield f"    x {some(number, 'layer')} = {number * nbytes:,} bytes"
 
 
 def _fit(request: Request, p: FormatPlan) -> Iterator[str]:
@@ -75,10 +74,12 @@ def _fit(request: Request, p: FormatPlan) -> Iterator[str]:
     )
     copies = f" on each of {request.parallel.data} copies" if request.parallel.data > 1 else ""
     limit = "no limit" if p.max_sequences is None else f"{p.max_sequences:,} in all"
-    yield (
-        f"sequences that fit: {free / GB:.2f} GB / {p.gpu_sequence_nbytes / GB:.4f} GB a sequence "
-        f"on the fullest GPU{copies}: {limit}"
-    )
+    workload = request.workload
+    if workload.prefix_tokens or len(set(workload.lengths)) > 1:
+        how = f"as many as take no more than {free / GB:.2f} GB"
+    else:
+        how = f"{free / GB:.2f} GB / {p.gpu_sequence_nbytes / GB:.4f} GB a sequence"
+    yield f"sequences that fit: {how} on the fullest GPU{copies}: {limit}"
 
 
 def _step(request: Request, p: FormatPlan) -> Iterator[str]:
@@ -97,7 +98,7 @@ def _step(request: Request, p: FormatPlan) -> Iterator[str]:
         f"{decode.step_seconds * 1e3:.2f} ms"
     )
     yield (
-        f"{decode.sequences:,} sequences / {decode.step_seconds * 1e3:.2f} ms = "
+        f"{some(decode.sequences, 'sequence')} / {decode.step_seconds * 1e3:.2f} ms = "
         f"{decode.tokens_per_second:,.1f} tokens/s, {1 / decode.step_seconds:,.1f} for each"
     )
     yield f"a cached token costs {decode.token_seconds * 1e9:.2f} ns a step"

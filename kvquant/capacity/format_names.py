@@ -22,7 +22,7 @@ from .formats import (
     groups,
     kivi,
 )
-from .nearest import nearest
+from .wording import nearest
 
 _DS_MLA = "fp8_ds_mla"
 _GROUPS = re.compile(r"int([2348])-g([1-9]\d{0,4})")
@@ -74,9 +74,15 @@ def parse_formats(
     if twice is not None:
         raise SchemeError(f"--kv {twice} is there twice")
     formats = [_parse(name, overrides, dtype_bytes, turns_means) for name in names]
-    grouped = [f for f in formats if isinstance(f, SchemeFormat) and f.scheme.key.group_size]
-    if overrides.group_size is not None and not grouped:
+    own = [form.scheme for form in formats if isinstance(form, SchemeFormat)]
+    if overrides.group_size is not None and not any(s.key.group_size for s in own):
         raise SchemeError("--group-size goes with --kv int4-kivi")
+    exact = overrides.sink_tokens is not None or overrides.residual_length is not None
+    if exact and not any(_quantizes(s) for s in own):
+        raise SchemeError(
+            "--sink-tokens and --residual-length go with quantized formats of ours, such as "
+            "--kv int4; none is among the formats"
+        )
     return formats
 
 
@@ -119,7 +125,7 @@ def _is_own(name: str) -> bool:
 def _preset(key: str, value: str, overrides: Overrides) -> QuantScheme:
     """The preset, or pair of presets, changed as asked where that means something."""
     scheme = preset(key, value_format=value)
-    quantized = scheme.key.format.is_scaled or scheme.value.format.is_scaled
+    quantized = _quantizes(scheme)
     return preset(
         key,
         value_format=value,
@@ -127,6 +133,10 @@ def _preset(key: str, value: str, overrides: Overrides) -> QuantScheme:
         residual_length=overrides.residual_length if quantized else None,
         group_size=overrides.group_size if scheme.key.group_size else None,
     )
+
+
+def _quantizes(scheme: QuantScheme) -> bool:
+    return scheme.key.format.is_scaled or scheme.value.format.is_scaled
 
 
 def _block(side: str, name: str) -> Block:
@@ -142,6 +152,8 @@ def _block(side: str, name: str) -> Block:
             f"{name}: {side} is a preset of ours and the other one is not; keys and values of one "
             "cache are both ours or both an engine's"
         )
+    if side in (*PAIRS, _DS_MLA) or _KIVI.fullmatch(side):
+        raise SchemeError(f"{name}: {side} is a format of keys and values together, no half of one")
     raise SchemeError(
         f"unknown cache format {side!r}{nearest(side, [*format_names(), *PATTERNS])}; "
         "--list-kv shows all"

@@ -178,13 +178,13 @@ def held_tokens(layer: LayerGeometry, tokens: int) -> int:
     return tokens if layer.window is None else min(tokens, layer.window - 1)
 
 
-def bits(count: float, words: str, *, metadata: int = 0, multiple: int = 1) -> Block:
+def bits(count: float, words: str, *, metadata: int = 0) -> Block:
     """So many bits a number, and so many bytes of metadata for each head and token."""
 
     def nbytes(dim: int) -> Fraction:
         return Fraction(math.ceil(dim * count / 8) + metadata)
 
-    return Block(words, nbytes, multiple)
+    return Block(words, nbytes)
 
 
 def blocks(size: int, nbytes: int, words: str) -> Block:
@@ -201,13 +201,13 @@ def groups(count: int, size: int) -> Block:
     return Block(f"int{count}, fp16 scale and zero point for {size} channels", nbytes)
 
 
-def kivi(count: int, size: int, residual: int = 128) -> tuple[Block, Block]:
+def kivi(count: int, size: int) -> tuple[Block, Block]:
     """KIVI (arXiv 2402.02750), as its authors' code stores it.
 
-    Keys: a scale and a minimum per channel for `size` tokens; up to `residual` tokens wait exactly
-    until they fill it. Values: for `size` channels of a token; the newest `residual` are exact.
+    Keys: a scale and a minimum per channel for `size` tokens; up to 128 tokens wait exactly until
+    they fill it. Values: for `size` channels of a token; the newest 128 are exact.
     """
-    name = f"int{count}"
+    name, residual = f"int{count}", 128
     key = Block(
         f"{name} per channel in groups of {size} tokens, up to {residual} exact",
         lambda dim: Fraction(dim * count, 8) + Fraction(dim * 4, size),

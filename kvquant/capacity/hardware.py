@@ -11,13 +11,7 @@ from dataclasses import dataclass
 
 from kvquant.errors import InputError
 
-from .nearest import nearest
-
-GB = 10**9
-GIB = 2**30
-
-OVERHEAD_SHARE = 0.05
-"""Memory that is kept free unless the user says how much: context, activations, graphs."""
+from .wording import nearest
 
 
 @dataclass(frozen=True)

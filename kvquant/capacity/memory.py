@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from kvquant.errors import InputError
 
-from .hardware import GB, OVERHEAD_SHARE, Gpu, find_gpu
+from .hardware import Gpu, find_gpu
+from .wording import GB
+
+_OVERHEAD_SHARE = 0.05
+"""Memory that is kept free unless the user says how much: context, activations, graphs."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ def choose_memory(
         return None
     known = Gpu("the GPU", 0, None, "") if gpu is None else find_gpu(gpu)
     size = round((known.memory_gb if memory_gb is None else memory_gb) * GB)
-    overhead = round(size * OVERHEAD_SHARE if overhead_gb is None else overhead_gb * GB)
+    overhead = round(size * _OVERHEAD_SHARE if overhead_gb is None else overhead_gb * GB)
     if overhead >= size:
-        raise InputError(f"--overhead-gb {overhead_gb:g} leaves nothing of {size / GB:g} GB")
+        raise InputError(f"--overhead-gb {overhead / GB:g} leaves nothing of {size / GB:g} GB")
     speed = known.bandwidth_tbs if bandwidth_tbs is None else bandwidth_tbs
     own = [memory_gb is not None and "memory", bandwidth_tbs is not None and "bandwidth"]
     told = ", ".join(f"{word} as given" for word in own if word)

@@ -209,4 +209,6 @@ def experts_of(settings: Settings) -> tuple[int, int] | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((settings[name] for name in names if settings.get(name)), None)
     chosen = settings.get("num_experts_per_tok")
-    return None if experts is None or chosen is None else (int(experts), int(chosen))
+    if not isinstance(experts, int) or not isinstance(chosen, int) or not 0 < chosen <= experts:
+        return None
+    return experts, chosen

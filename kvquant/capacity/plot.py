@@ -11,9 +11,9 @@ from kvquant.errors import InputError
 from kvquant.storage import write_atomically
 
 from .formats import CacheFormat
-from .hardware import GB
 from .plan import Request
 from .sequence import SequencePrice
+from .wording import GB, some
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _POINTS = 200
@@ -54,7 +54,7 @@ def plot_plan(request: Request, forms: Sequence[CacheFormat], path: Path) -> Non
         )
     _draw_limits(axis, request, contexts[-1])
     each = " on the fullest GPU" if request.parallel.gpus > 1 else ""
-    many = "1 sequence" if sequences == 1 else f"{sequences:,} sequences"
+    many = some(sequences, "sequence")
     axis.set_title(f"{request.model.name}: cache of {many}{each}", loc="left")
     axis.set_xlabel("tokens of each sequence")
     axis.set_ylabel("GB (10⁹ bytes)")

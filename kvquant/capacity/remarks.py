@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from kvquant.geometry import LayerKind
 
-from .formats import PAIRS
-from .hardware import GB
+from .formats import PAIRS, BlockFormat
+from .parameters import experts_of
 from .plan import FormatPlan, Request
+from .wording import GB
 
 if TYPE_CHECKING:
     from .calibrated import Calibrated
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
 def remarks(request: Request, plans: Sequence[FormatPlan], scales: Calibrated | None) -> list[str]:
     """One line for each thing."""
     lines = [*_lengths(request, scales), *_layers(request, plans), *_parallel(request)]
-    turbo = [p.form.name for p in plans if p.form.name in PAIRS]
+    blocks = [p.form for p in plans if isinstance(p.form, BlockFormat)]
+    turbo = [form.name for form in blocks if form.name in PAIRS and not form.plain_layers]
     if turbo:
         lines.append(
             f"{', '.join(turbo)}: vLLM leaves the first and last two layers of dense models in "
             "their own dtype: plan that with --skip-layers 0,1,-2,-1"
+        )
+    weights = request.weights
+    if weights is not None and not weights.expert_nbytes and experts_of(request.model.settings):
+        lines.append(
+            "how much of the weights are experts is not known: a step is taken to read all of them"
         )
     count = request.workload.concurrency
     for p in plans:

@@ -17,7 +17,7 @@ from kvquant.models.source import read_config, resolve
 
 from .companions import Companion, companions
 from .models import find_model, known_models
-from .nearest import nearest
+from .wording import nearest
 
 _DTYPE_BYTES = {"float32": 4, "float64": 8}
 

@@ -17,7 +17,7 @@ from .models import KnownModel
 from .parallel import Parallel
 from .plan import Decode, FormatPlan, Request
 from .sequence import SequencePrice
-from .wording import count, exact, significant, size
+from .wording import count, exact, significant, size, some
 from .workload import PERCENTILE
 
 _WIDEST = 28
@@ -54,7 +54,8 @@ def _sequences(request: Request) -> str:
     fill = "as many as fit" if request.memory is not None else "1"
     many = fill if workload.concurrency is None else f"{workload.concurrency:,}"
     if workload.drawn:
-        what = f"drawn from {len(workload.lengths):,} requests, at the {PERCENTILE}th percentile"
+        requests = some(len(workload.lengths), "request")
+        what = f"drawn from {requests}, at the {PERCENTILE}th percentile"
     else:
         what = " and ".join(f"{length:,}" for length in dict.fromkeys(workload.lengths))
     parts = [f"{many}, of {what} tokens" if not workload.drawn else f"{many}, {what}"]
@@ -79,9 +80,9 @@ def factors(price: SequencePrice) -> str:
 
 def _answers(request: Request, plans: Sequence[FormatPlan]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for p in plans:
-        table.add_column(p.form.name, justify="right", max_width=_WIDEST)
+        table.add_column(p.form.name, justify="right", max_width=_WIDEST, overflow="fold")
     longest = request.workload.longest
     _rows(table, plans, [("stored", lambda p: p.form.description)])
     table.add_section()
@@ -138,8 +139,12 @@ def _ratio(first: FormatPlan, p: FormatPlan) -> str:
 def _fit_rows(request: Request, longest: int) -> _Rows:
     asked = request.workload.concurrency or 1
     paged, reserved = request.page_tokens, request.reserved_tokens
+    alike = set(request.workload.lengths) == {longest}
     return [
-        (f"sequences of {longest:,} that fit", lambda p: count(p.max_sequences, "no limit")),
+        (
+            f"sequences{f' of {longest:,}' if alike else ''} that fit",
+            lambda p: count(p.max_sequences, "no limit"),
+        ),
         (
             f"  in pages of {paged}",
             lambda p: (
@@ -171,7 +176,8 @@ def _speed_rows() -> _Rows:
         return lambda p: "" if p.decode is None else cell(p.decode)
 
     def bound(decode: Decode) -> str:
-        return f"{count(decode.cache_bound_sequences, 'no number of')} sequences"
+        found = decode.cache_bound_sequences
+        return "no number of sequences" if found is None else some(found, "sequence")
 
     return [
         ("a step takes at least, ms", speed(lambda d: significant(d.step_seconds * 1e3))),
@@ -186,7 +192,7 @@ def model_table(models: Sequence[KnownModel]) -> Table:
     """The known models."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("model", "cache", "on the hub", "config read in"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for model in models:
         summary = CacheGeometry.from_config(model.config).summary()
         table.add_row(model.name, summary, "\n".join(model.hub_ids), model.source)
@@ -199,7 +205,7 @@ def gpu_table(gpus: Sequence[Gpu]) -> Table:
     table.add_column("GPU")
     table.add_column("GB", justify="right")
     table.add_column("TB/s", justify="right")
-    table.add_column("source")
+    table.add_column("source", overflow="fold")
     for gpu in gpus:
         table.add_row(gpu.name, f"{gpu.memory_gb:g}", f"{gpu.bandwidth_tbs:g}", gpu.source)
     return table
@@ -210,7 +216,7 @@ def format_table(forms: Sequence[CacheFormat], bytes_of_head: Sequence[str]) -> 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("--kv")
     table.add_column("bytes for K and V of 128", justify="right")
-    table.add_column("stored")
+    table.add_column("stored", overflow="fold")
     for form, nbytes in zip(forms, bytes_of_head, strict=True):
         table.add_row(form.name, nbytes, form.description)
     return table

@@ -1,10 +1,13 @@
-"""Sizes and numbers as people read them."""
+"""Sizes and numbers as people read them, and the names that they may have meant."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from fractions import Fraction
 
-from .hardware import GB, GIB
+GB = 10**9
+GIB = 2**30
 
 
 def size(nbytes: float) -> str:
@@ -19,6 +22,11 @@ def size(nbytes: float) -> str:
 def count(number: int | None, unknown: str = "") -> str:
     """``32,768``."""
     return unknown if number is None else f"{number:,}"
+
+
+def some(number: int, thing: str) -> str:
+    """``1 sequence``, ``1,000 sequences``."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def exact(number: Fraction | int) -> str:
@@ -40,3 +48,10 @@ def ranges(numbers: tuple[int, ...]) -> str:
 def significant(number: float) -> str:
     """Three digits that count, and all before the point: ``21.5``, ``5.00``, ``1,234``."""
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """``: did you mean b200 or h200``, to be put into a message, or nothing."""
+    by_lower = {other.lower(): other for other in names}
+    close = [by_lower[key] for key in get_close_matches(name.lower(), by_lower, 3, 0.5)]
+    return f": did you mean {' or '.join(close)}" if close else ""

@@ -23,7 +23,8 @@ _DRAWN_AT_ONCE = 1000
 
 _PROMPT = "prompt", "input", "context", "request"
 _OUTPUT = "output", "completion", "generated", "response"
-_ENDINGS = "", "tokens", "length", "len"
+_ENDINGS = "tokens", "length", "len", ""
+_LONGEST = 10**12
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,17 @@ def _length(path: Path, number: int, row: Any) -> int:
                 f"{', '.join(map(str, row))}"
             )
     total = sum(count for count in counts if count is not None)
-    if total == 0:
-        raise DataError(f"{path}, request {number}: it has no tokens")
+    if not 0 < total <= _LONGEST:
+        raise DataError(f"{path}, request {number}: it cannot have {total:,} tokens")
     return total
 
 
 def _count(row: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """The whole number, not negative, under one of the names."""
-    keys = [name + ending for name in names for ending in _ENDINGS]
+    """The whole number, not negative, under one of the names: ``prompt_tokens`` before ``prompt``.
+
+    A log may have the text beside the number.
+    """
+    keys = [name + ending for ending in _ENDINGS for name in names]
     value = next((row[key] for key in keys if row.get(key) not in (None, "")), None)
     if isinstance(value, str) and value.strip().isdecimal():
         return int(value)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -8,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from kvquant.capacity.ask import DEFAULT_FORMATS, skipped_layers
+from kvquant.capacity.ask import DEFAULT_FORMATS, Question, skipped_layers
 from kvquant.capacity.format_names import format_names
 from kvquant.capacity.hardware import gpus
 from kvquant.capacity.models import known_models
+from kvquant.capacity.plan import plan
+from kvquant.capacity.tables import gpu_table, plan_table
 from kvquant.cli import run
 from kvquant.errors import InputError
 
@@ -115,6 +119,7 @@ def test_explain_prints_the_sum(output: Run) -> None:
     text = output("-m gemma-3-27b --gpu h200 -c 64k -n 2 --kv int4 --explain")
     for part in (
         "layers 0-4,6-10",
+        "2 sequences / 11.90 ms",
         "16 KV heads x 136 = 2,176 bytes a token",
         "1,023 tokens x 2,176 = 2,226,048 bytes a layer",
         "65,536 tokens x 2,176 + 24,064 for tokens kept exactly = 142,630,400 bytes a layer",
@@ -148,6 +153,39 @@ def test_explain_shows_states_and_experts(output: Run, tmp_path: Path) -> None:
     assert "4 of 32 experts a token are read" in mixture
 
 
+def test_where_no_division_tells_how_many_fit(output: Run) -> None:
+    """Sequences of several lengths, or with a shared prefix."""
+    line = "-m llama-3-8b --gpu h100 --kv bf16"
+    for asked in ("--contexts 1000,3000,6000", "-c 8k --prefix-tokens 4000"):
+        text = output(f"{line} {asked} --explain")
+        assert "sequences that fit: as many as take no more than 59.94 GB on the fullest" in text
+    assert "sequences of 6,000 that fit" not in output(f"{line} --contexts 1000,3000,6000")
+    assert "sequences of 6,000 that fit" in output(f"{line} --contexts 6000,6000")
+
+
+def test_one_of_something_is_singular(output: Run, tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    path.write_text("prompt,output\n30000,10\n")
+    table = output(f"-m llama-3-8b --gpu h100 --traffic {path} --weights-gb 1 --kv bf16")
+    assert "drawn from 1 request, at" in table
+    assert "1 sequence " in table
+    text = output("-m deepseek-v3 --gpu b200 --tp 8 -c 1k -n 1 --kv bf16 --explain")
+    assert "1 KV head x 1,152 = 1,152 bytes a token" in text
+    assert "1 sequence / " in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_narrow_terminals_lose_no_digit(question: Callable[..., Question], width: int) -> None:
+    """Cells that are too long are folded, never cut."""
+    asked = question("deepseek-v3", formats=("bf16", "fp8_ds_mla", "int4", "kivi2"))
+    plans = [plan(asked.request, form) for form in asked.forms]
+    file = io.StringIO()
+    console = Console(width=width, file=file, color_system=None)
+    console.print(plan_table(asked.request, plans, []), gpu_table(gpus()))
+    assert "…" not in file.getvalue()
+    assert width == 40 or "9,579,214" in file.getvalue()
+
+
 def test_lists(output: Run) -> None:
     models = output("--list-models")
     assert all(model.name in models for model in known_models())
@@ -168,6 +206,12 @@ def test_plot(output: Run, tmp_path: Path, suffix: str) -> None:
         assert "gemma-3-4b" in path.read_text()
 
 
+def test_a_plot_at_home(output: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    output("-m smollm2-135m --kv bf16 --plot ~/plan.svg")
+    assert (tmp_path / "plan.svg").is_file()
+
+
 def test_traffic(output: Run, tmp_path: Path) -> None:
     path = tmp_path / "requests.csv"
     path.write_text("prompt,output\n" + "".join(f"{n},10\n" for n in range(1, 101)))
@@ -184,12 +228,13 @@ def test_traffic(output: Run, tmp_path: Path) -> None:
 
 
 def test_skipped_layers(output: Run) -> None:
-    answer = json.loads(
-        output("-m llama-3-8b --kv turboquant_4bit_nc --skip-layers 0,1,-2,-1 --json")
-    )
+    line = "-m llama-3-8b --kv turboquant_4bit_nc --json"
+    advice = json.loads(output(line))["warnings"]
+    answer = json.loads(output(f"{line} --skip-layers 0,1,-2,-1"))
     per_token = answer["kv"]["turboquant_4bit_nc"]["bytes_per_token"]
     assert per_token == 28 * 8 * 134 + 4 * 8 * 512
-    assert "--skip-layers 0,1,-2,-1" in answer["warnings"][0]
+    assert "plan that with --skip-layers 0,1,-2,-1" in advice[0]
+    assert answer["warnings"] == []
     assert skipped_layers(" 0, -1", 4) == {0, 3}
     assert skipped_layers("", 4) == frozenset()
 
@@ -236,6 +281,9 @@ def test_calibrated_scales_of_another_model(
     assert "scales.safetensors is for a llama cache: 2 x full" in error(
         "-m opt-13b --scales scales"
     )
+    (tmp_path / "scales.safetensors").rename("int4.safetensors")
+    taken = json.loads(output("-m model --scales int4 --kv int4 --json"))
+    assert list(taken["kv"]) == ["int4", "int4.safetensors"]
     assert "No such file" in error("-m model --scales none")
     assert "not one of kvquant's" in error("-m model --scales model/model")
 
@@ -257,6 +305,16 @@ def test_calibrated_scales_of_another_model(
         ("-m llama-3-8b --tp 0", "0 is not in the range x>=1"),
         ("-m llama-3-8b --memory-gb 0", "0.0 is not in the range x>0"),
         ("-m llama-3-8b --memory-gb=-1", "-1.0 is not in the range x>0"),
+        ("-m llama-3-8b --memory-gb nan", "nan is not between 0.000001 and 1,000,000,000"),
+        ("-m llama-3-8b --memory-gb 1e300", "1e+300 is not between"),
+        ("-m llama-3-8b --memory-gb 1e-12", "1e-12 is not between"),
+        ("-m llama-3-8b --gpu h100 --bandwidth-tbs inf", "inf is not between"),
+        ("-m llama-3-8b --gpu h100 --overhead-gb nan", "nan is not between"),
+        ("-m llama-3-8b --gpu h100 --weights-gb=-inf", "-inf is not in the range x>0"),
+        ("-m llama-3-8b --dp 2000000000", "2e+09 is not between"),
+        ("-m llama-3-8b --adapters 4", "--adapters says how many copies there are of a shared"),
+        ("-m llama-3-8b --reserve 4k", "--reserve 4,096 is less than the longest sequence, 8,192"),
+        ("-m llama-3-8b --kv q8_0 --sink-tokens 4", "go with quantized formats of ours"),
         ("-m llama-3-8b -c 1k --contexts 1,2", "--context and --contexts both say"),
         ("-m llama-3-8b --bandwidth-tbs 3", "--bandwidth-tbs and --overhead-gb go with --gpu"),
         ("-m llama-3-8b --weights-dtype bf8", "unknown format of weights 'bf8': did you mean"),
@@ -271,6 +329,17 @@ def test_calibrated_scales_of_another_model(
 )
 def test_one_clear_line(error: Run, line: str, message: str) -> None:
     assert message in error(line)
+
+
+def test_experts_that_are_not_known(output: Run, tmp_path: Path) -> None:
+    """A step is taken to read all weights, and the plan says so; a wrong config is no crash."""
+    config = {"model_type": "qwen3_next", "num_hidden_layers": 4, "num_attention_heads": 4}
+    for chosen, told in ((2, True), ("x", False), (9, False)):
+        experts = {"num_experts": 8, "num_experts_per_tok": chosen}
+        (tmp_path / "config.json").write_text(json.dumps({**config, **experts}))
+        text = output(f"-m {tmp_path} --gpu l4 --weights-gb 3 --kv bf16")
+        assert ("how much of the weights are experts is not known" in text) == told
+    assert "not known" not in output("-m qwen3-30b-a3b --gpu h100 --kv bf16")
 
 
 def test_weights_that_are_not_known(error: Run, output: Run, tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def test_sinks_and_residual_are_exact() -> None:
 
 
 def test_overrides_leave_exact_formats_alone() -> None:
-    assert form("bf16", sink_tokens=10).layer_nbytes(0, HEAD, 100) == 51_200
+    exact, _ = parse_formats(["bf16", "int4"], Overrides(sink_tokens=10), 2)
+    assert exact.layer_nbytes(0, HEAD, 100) == 51_200
     kivi, plain = parse_formats(["int4-kivi", "int8"], Overrides(group_size=32), 2)
     assert kivi.token_nbytes(0, HEAD) == 64 + Fraction(128 * 4, 32) + 68
     assert plain.token_nbytes(0, HEAD) == 260
@@ -185,13 +186,23 @@ def test_every_name_parses_and_says_what_it_is() -> None:
         (["int8:"], "--kv int8: names half of a pair: write K:V"),
         ([":int8"], "--kv :int8 names half of a pair"),
         (["int4-g0"], "unknown cache format 'int4-g0'"),
-        (["q4_0:turboquant_k8v4"], "unknown cache format 'turboquant_k8v4'"),
+        (["q4_0:turboquant_k8v4"], "turboquant_k8v4 is a format of keys and values together"),
+        (["kivi2:kivi4"], "kivi2:kivi4: kivi2 is a format of keys and values together"),
+        (["fp8_ds_mla:bf16"], "fp8_ds_mla is a format of keys and values together"),
         (["bf16", "int8", "bf16"], "--kv bf16 is there twice"),
     ],
 )
 def test_names_that_are_none(names: list[str], message: str) -> None:
     with pytest.raises(SchemeError, match=message):
         parse_formats(names, Overrides(), 2)
+
+
+@pytest.mark.parametrize("overrides", [Overrides(sink_tokens=4), Overrides(residual_length=0)])
+def test_exact_tokens_need_a_quantized_format_of_ours(overrides: Overrides) -> None:
+    for names in (["q8_0"], ["bf16"], ["kivi2", "none"]):
+        with pytest.raises(SchemeError, match="go with quantized formats of ours"):
+            parse_formats(names, overrides, 2)
+    assert len(parse_formats(["q8_0", "int4"], overrides, 2)) == 2
 
 
 def test_a_group_size_needs_groups() -> None:

@@ -59,6 +59,7 @@ def test_draws_are_of_the_traffic_and_grow_with_the_number(lengths: list[int], c
         ("a.csv", "prompt,output\n10,5\n20,0\n"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,10,5\ny,20,0\n"),
         ("a.csv", "\ufeffRequest tokens,Response tokens\n10,5\n20,0\n"),
+        ("a.csv", "prompt,prompt_tokens,output,output_tokens\n7,10,no,5\n,20,,0\n"),
         ("a.JSONL", '{"input_length": 10, "output_length": 5}\n{"input_len": 20, "output": 0}\n'),
     ],
 )
@@ -75,7 +76,8 @@ def test_traffic_is_read(tmp_path: Path, name: str, text: str) -> None:
         ("a.csv", "prompt,answer\n10,5\n", "request 1: no whole number of tokens under 'output'"),
         ("a.csv", "prompt,output\n10,5\n10,-5\n", "request 2: no whole number"),
         ("a.csv", "prompt,output\n10,5.5\n", "request 1: no whole number"),
-        ("a.csv", "prompt,output\n0,0\n", "request 1: it has no tokens"),
+        ("a.csv", "prompt,output\n0,0\n", "request 1: it cannot have 0 tokens"),
+        ("a.csv", "prompt,output\n1,1000000000000\n", "it cannot have 1,000,000,000,001 tokens"),
         ("a.jsonl", '{"prompt": "a text", "output": 5}\n', "its columns are prompt, output"),
         ("a.jsonl", '{"prompt": true, "output": 5}\n', "no whole number"),
         ("a.jsonl", "[1, 2]\n", "request 1: not an object"),
