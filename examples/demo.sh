@@ -50,5 +50,10 @@ step "INT8 scales for the fine-tune, from its saved statistics" \
     --output "$out/fine-tune-int8"
 step "What lies in the fine-tune's cache: a picture" \
     "$kvquant" inspect "$out/fine-tune.stats" --plot "$out/fine-tune.png"
+step "Does greedy decoding with a cache give the same tokens on this model? What does int4 store?" \
+    "$kvquant" check smollm2 --scheme none --scheme int4 --prompt-tokens 96 --tokens 8
+step "The fine-tune goes on with Python source: its own cache, fp8 and int4 with its own scales" \
+    "${PYTHON:-python}" examples/generate.py --model smollm2 --adapter "$adapter" \
+    --scales "$out/fine-tune" --prompt-file "$(ls "$out"/python-source/*.txt | head -1)"
 
 printf '\nPictures and scales are in %s/\n' "$out"

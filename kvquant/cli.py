@@ -61,9 +61,11 @@ def kvquant() -> None:
 
     \b
     Start here:
+      kvquant check ft-model
       kvquant calibrate --model ft-model --output ft-scales
       kvquant inspect ft-scales --plot ft-scales.png
       kvquant drift base-scales.stats ft-scales.stats
+      kvquant plan --model ft-model --gpu h100-80gb --context 32k
 
     Exit codes: 0 done, 1 a check said no (drift: recalibrate), 2 wrong use or input,
     130 interrupted, 141 nobody reads the output, 143 terminated.
@@ -99,6 +101,11 @@ def _run(arguments: list[str]) -> int:
         error.show()
         return EXIT_USAGE
     except KVQuantError as error:
+        click.echo(f"error: {error}", err=True)
+        return EXIT_USAGE
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # what pathlib raises for ~nobody
+            raise
         click.echo(f"error: {error}", err=True)
         return EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):

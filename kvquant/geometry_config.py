@@ -42,6 +42,7 @@ _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Canonical key -> other names of it in published configs and in Transformers' attribute maps."""
 
+_MOST_LAYERS = 100_000
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 _TELLTALE = {
@@ -73,7 +74,8 @@ def read_settings(config: Any) -> tuple[str, Settings]:
         _check_complete(model_type, settings)
     else:
         settings = {**family.defaults, **settings}
-    whole(settings, "num_hidden_layers")
+    if (layers := whole(settings, "num_hidden_layers")) > _MOST_LAYERS:
+        raise GeometryError(f"num_hidden_layers is {layers:,}: no model has that many layers")
     if settings.get("use_sliding_window") is False:
         settings = {**settings, "sliding_window": None}
     return model_type, _derived(model_type, settings)

@@ -336,6 +336,10 @@ class QuantScheme:
                 f"no layer {max(beyond)} to give a scheme of its own: the model has layers 0 to "
                 f"{last}"
             )
+        tokenless = [n for n, _ in self.layers if not geometry.layers[n].keeps_tokens]
+        if tokenless:
+            kind = geometry.layers[tokenless[0]]
+            raise SchemeError(f"layer {tokenless[0]} ({kind}) has no cache of its own to quantize")
         quantized = self.quantized_layers(geometry)
         if not quantized:
             raise SchemeError(

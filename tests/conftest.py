@@ -108,6 +108,86 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 32,
         },
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {
+            **_MOE,
+            "num_key_value_heads": 4,
+            "head_dim": None,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+            "q_lora_rank": 24,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "index_topk": 8,
+            "index_head_dim": 8,
+            "index_n_heads": 2,
+        },
+    ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 64,
+            "moe_layers": [],
+            "no_rope_layers": [1, 1, 1, 0],
+        },
+    ),
+    "gemma3n_text": (
+        "gemma3n_text",
+        {
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 8,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": 8,
+            "intermediate_size": [128] * 6,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "altup_active_idx": 0,
+        },
+    ),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 8,
+            "head_dim": 8,
+            "global_head_dim": 16,
+        },
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_ff_dim": 128,
+        },
+    ),
 }
 _OPTIONAL = {"intermediate_size", "num_key_value_heads", "head_dim"}
 
@@ -155,6 +235,64 @@ def tiny() -> Callable[..., Any]:
         return model
 
     return build
+
+
+@pytest.fixture(scope="session")
+def tiny_once(tiny: Callable[..., Any]) -> Callable[..., Any]:
+    """`tiny`, but the same model each time: for tests that leave it as it is."""
+    made: dict[str, Any] = {}
+
+    def build(name: str, **config_overrides: Any) -> Any:
+        place = f"{name} {config_overrides}"
+        if place not in made:
+            made[place] = tiny(name, **config_overrides)
+        return made[place]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def forward() -> Callable[..., Any]:
+    """``forward(model, ids, cache=None, **kwargs)``: logits, without gradients.
+
+    Like every caller it names the cache as the model's own version of Transformers does.
+    """
+    import torch
+
+    from kvquant.cache.transformers_compat import cache_argument
+
+    def run(model: Any, ids: Any, cache: Any = None, **kwargs: Any) -> Any:
+        if cache is None:
+            kwargs["use_cache"] = False
+        else:
+            kwargs[cache_argument(model.get_decoder())] = cache
+        with torch.no_grad():
+            return model(input_ids=ids, **kwargs).logits
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def generate() -> Callable[..., Any]:
+    """``generate(model, ids, cache=None, tokens=8, **kwargs)``: exactly so many more, greedily.
+
+    Without a cache, `generate()` makes a DynamicCache.
+    """
+    from kvquant.cache.transformers_compat import cache_argument
+
+    def run(model: Any, ids: Any, cache: Any = None, tokens: int = 8, **kwargs: Any) -> Any:
+        if cache is not None:
+            kwargs[cache_argument(model.get_decoder())] = cache
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": tokens,
+            "min_new_tokens": tokens,
+            "pad_token_id": 0,
+            **kwargs,
+        }
+        return model.generate(ids, **settings)
+
+    return run
 
 
 def _byte_tokenizer() -> Any:

@@ -55,3 +55,14 @@ def test_termination_unwinds() -> None:
     kill = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
     done = main_with(f"try:\n    {kill}\nfinally:\n    print('cleaned up')")
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "cleaned up\n"), done.stderr
+
+
+def test_the_home_of_somebody_who_has_none() -> None:
+    found = subprocess.run(
+        [KVQUANT, "plan", "--model", "~no-such-user/model", "--gpu", "h100"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1

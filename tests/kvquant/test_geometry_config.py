@@ -155,3 +155,8 @@ def test_a_config_is_left_as_it_was() -> None:
     before = copy.deepcopy(config)
     CacheGeometry.from_config(config)
     assert config == before
+
+
+def test_a_number_of_layers_that_no_model_has_is_refused() -> None:
+    with pytest.raises(GeometryError, match="100,000,000"):
+        CacheGeometry.from_config({"model_type": "llama", "num_hidden_layers": 100_000_000})
