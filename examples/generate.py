@@ -70,7 +70,7 @@ def compare(args: argparse.Namespace) -> None:
             scheme, tokenizer.decode(found), str(agree), f"{held:,}", f"{full_bytes / held:.2f}"
         )
     console.print(table)
-    console.print(cache.summary(), markup=False, highlight=False)
+    print(cache.summary())  # as it is: a terminal cuts lines better than rich does
 
 
 def read_prompt(args: argparse.Namespace) -> str:
