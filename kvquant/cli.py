@@ -103,11 +103,6 @@ def _run(arguments: list[str]) -> int:
     except KVQuantError as error:
         click.echo(f"error: {error}", err=True)
         return EXIT_USAGE
-    except RuntimeError as error:
-        if "home directory" not in str(error):  # what pathlib raises for ~nobody
-            raise
-        click.echo(f"error: {error}", err=True)
-        return EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
         click.echo(
             "interrupted; existing files are as they were (a long calibration goes on where it was "
@@ -115,6 +110,11 @@ def _run(arguments: list[str]) -> int:
             err=True,
         )
         return EXIT_INTERRUPTED
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # what pathlib raises for ~nobody
+            raise
+        click.echo(f"error: {error}", err=True)
+        return EXIT_USAGE
     except BrokenPipeError:
         return EXIT_PIPE
     except OSError as error:

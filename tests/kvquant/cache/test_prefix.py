@@ -6,6 +6,7 @@ import json
 import resource
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -524,23 +525,23 @@ def test_places_that_cannot_be_written_are_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """A limit on the size of files is what a full disk looks like."""
+    """A limit on the size of files is what a full disk looks like, to pytest's output too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_keeps_the_old_file(
-    saved: Path, tiny: Callable[..., Any], request: pytest.FixtureRequest
-) -> None:
+def test_a_full_disk_keeps_the_old_file(saved: Path, tiny: Callable[..., Any]) -> None:
     before = saved.read_bytes()
     model = tiny("llama")
     cache = fill(model, QuantizedCache.from_model(model, "int8"), ids(1, 100))
-    request.getfixturevalue("full_disk")
-    with pytest.raises(InputError, match=r"cannot write .*p.safetensors .*: File too large"):
+    message = r"cannot write .*p.safetensors .*: File too large"
+    with pytest.raises(InputError, match=message), full_disk():
         cache.save(saved, model)
     assert saved.read_bytes() == before
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
