@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 
 from kvquant.cli import kvquant, run
 
@@ -74,8 +75,10 @@ def test_python_of_the_readme_runs(
     assert run(calibrate.split()) == 0
     snippets = blocks("README.md", "python")
     assert snippets
+    ids = torch.arange(3, 40)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for snippet in snippets:
-        exec(snippet, {"model": model})
+        exec(snippet, {"model": model, "inputs": inputs})
 
 
 def test_every_command_and_option_says_what_it_does() -> None:
