@@ -1,6 +1,6 @@
 """What a quantized cache costs in time, memory and quality, beside those of Transformers.
 
-    python benchmarks/cache.py                  all of it: some 20 minutes on two cores
+    python benchmarks/cache.py                  all of it: some 10 minutes on two quiet cores
     python benchmarks/cache.py --speed          decode step, prefill, bytes
     python benchmarks/cache.py --quality        KL divergence, perplexity, top-1 agreement
 
