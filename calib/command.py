@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from kvquant.errors import InputError
+from kvquant.options import base_option, json_option, placement_options
 
 from .options import (
     build_method,
     build_scheme,
-    json_option,
     plot_option,
     scheme_options,
     verbose_option,
@@ -30,7 +30,7 @@ EXIT_RECALIBRATE = 1
     metavar="MODEL",
     help="Model directory, hub id, .gguf file, PEFT adapter directory, or smollm2.",
 )
-@click.option("--base", metavar="MODEL", help="Base of an adapter, if not the one it names.")
+@base_option
 @click.option(
     "--adapter",
     "-a",
@@ -82,16 +82,7 @@ EXIT_RECALIBRATE = 1
     metavar="TOKENS",
     help="Tokens per forward pass; memory grows with it.",
 )
-@click.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="auto: as the checkpoint on a GPU, float32 on a CPU.",
-)
-@click.option(
-    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1. [default: a GPU if there is one]"
-)
+@placement_options
 @click.option(
     "--device-map", type=click.Choice(["auto"]), help="Spread the model over all GPUs and the CPU."
 )

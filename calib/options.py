@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from kvquant.errors import SchemeError
+from kvquant.options import Command
 from kvquant.scheme import (
     Granularity,
     QuantScheme,
@@ -19,8 +19,6 @@ from kvquant.scheme import (
 )
 
 from .method import Method, RangeMethod
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FORMATS = f"fp8 or one of {', '.join(format_names())}"
 _LAYER = re.compile("[0-9]{1,5}")  # no set of ten billion numbers
@@ -66,13 +64,6 @@ def scheme_options(command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
-
-
-def json_option(command: Command) -> Command:
-    """Adds ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(
-        command
-    )
 
 
 def plot_option(command: Command) -> Command:

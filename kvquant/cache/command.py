@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvquant.options import base_option, json_option, placement_options
+
 if TYPE_CHECKING:
     from .check_report import CheckReport
 
@@ -17,7 +19,7 @@ EXIT_DIFFERS = 1
 
 @click.command()
 @click.argument("model", metavar="MODEL")
-@click.option("--base", metavar="MODEL", help="Base of an adapter, if not the one it names.")
+@base_option
 @click.option(
     "--adapter",
     "-a",
@@ -52,17 +54,8 @@ EXIT_DIFFERS = 1
     metavar="N",
     help="Tokens to decode.",
 )
-@click.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="auto: as the checkpoint on a GPU, float32 on a CPU.",
-)
-@click.option(
-    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1. [default: a GPU if there is one]"
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@placement_options
+@json_option
 @click.pass_context
 def check(
     context: click.Context,

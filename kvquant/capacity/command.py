@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvquant.errors import InputError
+from kvquant.options import json_option
 
 _UNITS = {"k": 1024, "m": 1024**2}
 
@@ -172,7 +173,7 @@ _COUNT = _Count(min=1)
 @click.option("--dp", type=_COUNT, default=1, metavar="N", help="Data parallelism.")
 @click.option("--explain", is_flag=True, help="Print the sums line by line.")
 @click.option("--plot", metavar="FILE", help="Draw cache against context: .png, .svg or .pdf.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@json_option
 @click.option("--list-models", is_flag=True, help="Show the known models.")
 @click.option("--list-gpus", is_flag=True, help="Show the known GPUs.")
 @click.option("--list-kv", is_flag=True, help="Show the known cache formats.")
