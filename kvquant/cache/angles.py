@@ -14,9 +14,6 @@ _PAGE = 1024
 # Their rotation of a position changes with the length of the text, or has several positions.
 _UNSTEADY = {"dynamic", "longrope"}
 
-Angles = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Cosine and sine float32 ``[positions, pairs]`` of at least so many positions."""
-
 
 class RotaryAngles:
     """A table that grows with the longest position, in pages that are always computed whole.

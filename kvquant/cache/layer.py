@@ -164,7 +164,9 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
             RuntimeError: Tokens that would be seen again have left the window.
         """
         count = tokens_to_remove(tokens, self.cumulative_length)
-        self.crop_groups(count, [count] * len(self.stores))
+        counts = [count] * len(self.stores)
+        self.check_crop(count, counts)
+        self.crop_groups(count, counts)
 
     def check_crop(self, slots: int, counts: list[int]) -> None:
         """Makes sure that `crop_groups` can do what it is asked, before anything is changed.
@@ -181,12 +183,10 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
             )
 
     def crop_groups(self, slots: int, counts: list[int]) -> None:
-        """Takes the newest `slots` slots back: `counts` real tokens of each group.
+        """Takes the newest `slots` slots back, `counts` real tokens of each group.
 
-        Raises:
-            RuntimeError: Tokens that would be seen again have left the window.
+        `check_crop` has to come first, for all layers: a crop that fails half-way cannot be undone.
         """
-        self.check_crop(slots, counts)
         self.cumulative_length = max(0, self.cumulative_length - slots)
         # An empty layer has no stores yet.
         for stores, count, group in zip(self.stores, counts, self._ledger.groups, strict=False):
@@ -338,18 +338,16 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         if past == 0:
             return states
         batch, kv_heads, tokens, dim = states.shape
+        if self._workspace is None or torch.is_grad_enabled():
+            read = states.new_empty((batch, kv_heads, past, dim))
+            with torch.no_grad():
+                self._read_past(slot, read)
+            return torch.cat((read, states), dim=2)
         shape = (batch, kv_heads, past + tokens, dim)
-        reuse = self._workspace is not None and not torch.is_grad_enabled()
-        if self._workspace is not None and reuse:
-            out = self._workspace.take(("key", "value")[slot], shape, states.dtype, states.device)
-        else:
-            out = torch.empty(shape, dtype=states.dtype, device=states.device)
-        with torch.no_grad():
-            self._read_past(slot, out[:, :, :past])
-            if reuse:
-                out[:, :, past:].copy_(states)
-                return out
-        return torch.cat((out[:, :, :past], states), dim=2)
+        out = self._workspace.take(_SLOTS[slot], shape, states.dtype, states.device)
+        self._read_past(slot, out[:, :, :past])
+        out[:, :, past:].copy_(states)
+        return out
 
     def _read_past(self, slot: int, out: torch.Tensor) -> None:
         """Fills `out` with the newest slots; padding becomes zeros."""

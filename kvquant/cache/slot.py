@@ -71,20 +71,14 @@ class SlotStore:
         sinks = min(max(self.window.sinks - old, 0), states.shape[2])
         self.sinks.append((states[:, :, :sinks],))
         self._encode(states, old, positions, bound)
-        start = self._coded_end
-        if self.window.never_codes:
-            start = max(start, self._oldest_needed())
-        self.tail.skip_to(start)
+        start = self._trim_tail()
         self.tail.append((states[:, :, max(start - old, 0) :],))
 
     def settle(self, positions: Positions, bound: int = 0) -> None:
         """Quantizes and forgets what only waited because it might have been taken back."""
         records, self.records = self.records, False
         self._encode(None, self.length, positions, bound)
-        start = self._coded_end
-        if self.window.never_codes:
-            start = max(start, self._oldest_needed())
-        self.tail.skip_to(start)
+        self._trim_tail()
         self.records = records
 
     def can_crop(self, count: int) -> bool:
@@ -180,6 +174,14 @@ class SlotStore:
     def live_nbytes(self) -> int:
         """Bytes of the tokens held."""
         return sum(buffer.live_nbytes() for buffer in self.buffers)
+
+    def _trim_tail(self) -> int:
+        """Drops exact tokens that are quantized or out of sight; tells where the others begin."""
+        start = self._coded_end
+        if self.window.never_codes:
+            start = max(start, self._oldest_needed())
+        self.tail.skip_to(start)
+        return start
 
     def _oldest_needed(self) -> int:
         """Index of the oldest token that may still be seen."""

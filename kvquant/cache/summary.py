@@ -27,15 +27,14 @@ def summary(cache: QuantizedCache) -> str:
         table.add_column(heading)
     for heading in ("tokens", "live", "held", "bf16", "ratio"):
         table.add_column(heading, justify="right")
-    total = [0, 0, 0]
+    bf16 = 0
     for members, shown in _alike(cache):
         sizes = [sum(column) for column in zip(*(_sizes(cache, i) for i in members), strict=True)]
-        total = [a + b for a, b in zip(total, sizes, strict=True)]
+        bf16 += sizes[2]
         table.add_row(_ranges(members), *shown, *_bytes(*sizes))
     table.add_section()
-    total[0] += cache.live_nbytes() - total[0]
-    total[1] += cache.nbytes() - total[1]
-    table.add_row("all", "", "", "", "", *_bytes(*total))
+    # Not their sum: the positions belong to no layer.
+    table.add_row("all", "", "", "", "", *_bytes(cache.live_nbytes(), cache.nbytes(), bf16))
     stream = io.StringIO()
     console = Console(file=stream, width=_WIDTH)
     console.print(table)
