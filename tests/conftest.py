@@ -359,3 +359,46 @@ def cached_shapes(
         return seen
 
     return run
+
+
+@pytest.fixture
+def without_device_guards() -> Callable[..., Any]:
+    """A mode beside `FakeTensorMode`, in which fake CUDA tensors work without CUDA.
+
+    In a torch that was built without CUDA the Python bindings of indexing and copying ask for a
+    device guard that such a build does not have; the operators behind them do not.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class WithoutDeviceGuards(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.Tensor.__getitem__:
+                return _select(*args)
+            if func is torch.Tensor.copy_:
+                return torch.ops.aten.copy_(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    return WithoutDeviceGuards
+
+
+def _select(tensor: Any, index: Any) -> Any:
+    """``tensor[index]`` for slices, None, numbers and an ellipsis; no list of rows."""
+    import torch
+
+    index, axis = index if isinstance(index, tuple) else (index,), 0
+    for count, item in enumerate(index):
+        if item is ...:
+            axis = tensor.dim() - sum(later is not None for later in index[count + 1 :])
+        elif item is None:
+            tensor, axis = tensor.unsqueeze(axis), axis + 1
+        elif isinstance(item, int):
+            tensor = tensor.select(axis, item)
+        else:
+            assert isinstance(item, slice), "a list of rows is copied to the device at each call"
+            step = item.step or 1
+            tensor = torch.ops.aten.slice(tensor, axis, item.start, item.stop, step)
+            axis += 1
+    return tensor

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvquant.cache.companions import QuantizedHybridLayer, QuantizedIndexedLayer
@@ -676,45 +675,17 @@ def test_moving_to_the_cpu_and_back_changes_nothing() -> None:
 COMPLAINTS = r"_local_scalar_dense|\.tolist\(\) is not supported"
 
 
-class WithoutDeviceGuards(TorchFunctionMode):
-    """Lets fake CUDA tensors be indexed and copied by a torch that was built without CUDA.
-
-    The Python bindings of these ask for a device guard, which such a build does not have; the
-    operators behind them do not.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__:
-            return select(*args)
-        if func is torch.Tensor.copy_:
-            return torch.ops.aten.copy_(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def select(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """``tensor[index]`` for slices, None, numbers and an ellipsis; no list of rows."""
-    index, axis = index if isinstance(index, tuple) else (index,), 0
-    for count, item in enumerate(index):
-        if item is ...:
-            axis = tensor.dim() - sum(later is not None for later in index[count + 1 :])
-        elif item is None:
-            tensor, axis = tensor.unsqueeze(axis), axis + 1
-        elif isinstance(item, int):
-            tensor = tensor.select(axis, item)
-        else:
-            assert isinstance(item, slice), "a list of rows is copied to the device at each call"
-            step = item.step or 1
-            tensor = torch.ops.aten.slice(tensor, axis, item.start, item.stop, step)
-            axis += 1
-    return tensor
-
-
 FAKE = [*preset_names(), "small kivi", "int4 turned", "fp8 static"]
 
 
 @pytest.mark.parametrize(("window", "dtype"), [(None, torch.bfloat16), (24, torch.float32)])
 @pytest.mark.parametrize("name", FAKE)
-def test_a_device_is_never_waited_for(name: str, window: int | None, dtype: torch.dtype) -> None:
+def test_a_device_is_never_waited_for(
+    name: str,
+    window: int | None,
+    dtype: torch.dtype,
+    without_device_guards: Callable[..., Any],
+) -> None:
     # Reading a fake tensor's values on the host raises.
     shape = geometry(window, dims=(16, 12))
     layer = make_layer(name, shape)
@@ -722,7 +693,7 @@ def test_a_device_is_never_waited_for(name: str, window: int | None, dtype: torc
     def made(tokens: int) -> list[torch.Tensor]:
         return [torch.empty(2, HEADS, tokens, dim, device="cuda", dtype=dtype) for dim in (16, 12)]
 
-    with FakeTensorMode(), WithoutDeviceGuards(), torch.no_grad():
+    with FakeTensorMode(), without_device_guards(), torch.no_grad():
         length = 0
         for size in (200, 1, 70):
             read = layer.update(*made(size))
@@ -747,10 +718,12 @@ def test_a_device_is_never_waited_for(name: str, window: int | None, dtype: torc
 
 
 @pytest.mark.parametrize("name", ["none", "int4", "small kivi"])
-def test_padded_rows_on_a_device_do_not_wait_either(name: str) -> None:
+def test_padded_rows_on_a_device_do_not_wait_either(
+    name: str, without_device_guards: Callable[..., Any]
+) -> None:
     layer = make_layer(name)
     layer._ledger.begin(2, 20, CPU, torch.arange(20) >= torch.tensor([[3], [0]]))
-    with FakeTensorMode(), WithoutDeviceGuards(), torch.no_grad():
+    with FakeTensorMode(), without_device_guards(), torch.no_grad():
         for size in (20, 1, 3):
             pair = [torch.empty(2, HEADS, size, dim, device="cuda") for dim in (8, 6)]
             key, _ = layer.update(*pair)
@@ -759,8 +732,10 @@ def test_padded_rows_on_a_device_do_not_wait_either(name: str) -> None:
 
 
 @pytest.mark.parametrize("look", [torch.Tensor.item, torch.Tensor.tolist, bool])
-def test_looking_at_values_would_have_raised(look: Callable[[torch.Tensor], Any]) -> None:
-    with FakeTensorMode(), WithoutDeviceGuards(), pytest.raises(Exception, match=COMPLAINTS):
+def test_looking_at_values_would_have_raised(
+    look: Callable[[torch.Tensor], Any], without_device_guards: Callable[..., Any]
+) -> None:
+    with FakeTensorMode(), without_device_guards(), pytest.raises(Exception, match=COMPLAINTS):
         look(torch.zeros(1, device="cuda"))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from kvquant.presets import preset, preset_names
 from kvquant.quantize.codec import Center, Codec, Field
@@ -504,45 +503,14 @@ print(float((out - states).norm() / states.norm()) < 0.2)
 # CUDA without a GPU
 
 
-class WithoutDeviceGuards(TorchFunctionMode):
-    """Lets fake CUDA tensors be indexed and copied by a torch that was built without CUDA.
-
-    The Python bindings of these few ask for a device guard, which such a build does not have; the
-    operators behind them do not.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__:
-            return _select(*args)
-        if func is torch.Tensor.copy_:
-            return torch.ops.aten.copy_(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _select(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """``tensor[index]`` for slices, None and a leading or trailing ellipsis."""
-    index = index if isinstance(index, tuple) else (index,)
-    axis = 0
-    for count, item in enumerate(index):
-        if item is ...:
-            axis = tensor.dim() - sum(later is not None for later in index[count + 1 :])
-        elif item is None:
-            tensor, axis = tensor.unsqueeze(axis), axis + 1
-        elif isinstance(item, int):
-            tensor = tensor.select(axis, item)
-        else:
-            step = item.step or 1
-            tensor = torch.ops.aten.slice(tensor, axis, item.start, item.stop, step)
-            axis += 1
-    return tensor
-
-
 @pytest.mark.parametrize("dim", [64, 80, 71])
 @each_slot
-def test_presets_run_on_cuda_without_looking_at_values(how: TensorScheme, dim: int) -> None:
+def test_presets_run_on_cuda_without_looking_at_values(
+    how: TensorScheme, dim: int, without_device_guards: Callable[..., Any]
+) -> None:
     """A fake tensor refuses ``item()``, ``tolist()`` and ``bool()``: nothing waits for the GPU."""
     rotation.cache_clear()
-    with FakeTensorMode(), WithoutDeviceGuards():
+    with FakeTensorMode(), without_device_guards():
         center = _on_cuda(turning(dim, whole(dim))) if how.center else None
         codec = Codec(how, dim, torch.bfloat16, center=center)
         tokens = 2 * codec.unit
@@ -558,8 +526,10 @@ def test_presets_run_on_cuda_without_looking_at_values(how: TensorScheme, dim: i
 
 
 @each_static
-def test_static_schemes_run_on_cuda_without_looking_at_values(how: TensorScheme) -> None:
-    with FakeTensorMode(), WithoutDeviceGuards():
+def test_static_schemes_run_on_cuda_without_looking_at_values(
+    how: TensorScheme, without_device_guards: Callable[..., Any]
+) -> None:
+    with FakeTensorMode(), without_device_guards():
         shape = how.granularity.scale_shape(KV_HEADS, 16)
         scales = TensorScales(torch.ones(shape), None if how.symmetric else torch.zeros(shape))
         codec = Codec(how, 16, torch.bfloat16, scales=scales)
