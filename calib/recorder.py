@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from kvquant.cache.padding import real_tokens
 from kvquant.cache.transformers_compat import by_name, cache_of_call
-from kvquant.errors import InputError
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
 from kvquant.rotary import RotaryLayout, find_layouts
@@ -113,21 +113,14 @@ class Recorder:
         tokens = kwargs.get("input_ids")
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         new = tokens.shape[1]
+        cache = cache_of_call(kwargs)
+        start = 0 if cache is None else int(cache.get_seq_length())
         mask = kwargs.get("attention_mask")
-        self._real = None
-        if mask is None:
-            cache = cache_of_call(kwargs)
-            seen = new if cache is None else new + int(cache.get_seq_length())
-        else:
-            if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-                kind = f"{mask.dim()}-D" if isinstance(mask, torch.Tensor) else type(mask).__name__
-                raise InputError(
-                    f"the recorder needs an attention mask [batch, tokens], not {kind}: "
-                    "without it padding cannot be told from text"
-                )
-            real = mask[:, -new:].bool()
-            self._real = None if bool(real.all()) else real
-            seen = int(mask.bool().sum(1).max())
+        real = real_tokens(mask, tokens.shape[0], start, new)
+        self._real = None if real is None or bool(real.all()) else real
+        seen = start + new
+        if isinstance(mask, torch.Tensor):
+            seen = int(mask[:, :seen].bool().sum(1).max())
         self.longest_position = max(self.longest_position, seen)
 
     def _enter_layer(

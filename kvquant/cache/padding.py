@@ -56,6 +56,6 @@ def _of_made_masks(masks: Mapping[str, Any], batch: int, count: int) -> torch.Te
 def _unreadable(mask: Any) -> InputError:
     kind = f"{mask.dim()}-D" if isinstance(mask, torch.Tensor) else type(mask).__name__
     return InputError(
-        f"a quantized cache needs an attention mask [batch, tokens], not {kind}: without it "
+        f"quantizing a cache needs an attention mask [batch, tokens], not {kind}: without it "
         "padding cannot be told from text"
     )

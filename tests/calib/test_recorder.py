@@ -262,15 +262,33 @@ def test_embeddings_may_take_the_place_of_tokens(tiny: Callable[..., Any]) -> No
     assert recorder.longest_position == 9
 
 
-@pytest.mark.parametrize("mask", ["4-D", "dict"])
-def test_masks_that_do_not_tell_padding_are_refused(tiny: Callable[..., Any], mask: str) -> None:
+def test_a_mask_that_does_not_tell_padding_is_refused(tiny: Callable[..., Any]) -> None:
     model = tiny("gemma2")
     causal = torch.ones(1, 1, 5, 5).tril().bool()
-    given = causal if mask == "4-D" else {"full_attention": causal, "sliding_attention": causal}
-    with record(model) as recorder, pytest.raises(InputError, match=f"not {mask}"):
+    with record(model) as recorder, pytest.raises(InputError, match="not 4-D"):
         cache = recorder.watch(DynamicCache(config=model.config))
-        call(model, cache, input_ids=token_ids(1, 5), attention_mask=given)
+        call(model, cache, input_ids=token_ids(1, 5), attention_mask=causal)
     assert not hooks_of(model)
+
+
+@pytest.mark.parametrize("made", ["bool", "float"])
+def test_masks_that_a_multimodal_model_makes_for_its_decoder_are_read(
+    loud_padding: Callable[[str], Any], made: str
+) -> None:
+    """Gemma 3 with a vision tower hands its decoder one causal mask per kind of layer.
+
+    Seven tokens are within the window: both kinds see alike.
+    """
+    model = loud_padding("gemma3_text")
+    rows = [token_ids(n, seed=n) for n in (7, 4)]
+    batch = padded(rows, "left")
+    tokens = batch["attention_mask"].bool()
+    causal = torch.ones(7, 7).tril().bool() & tokens[:, None, None] & tokens[:, None, :, None]
+    mask = causal if made == "bool" else torch.zeros(causal.shape).masked_fill(~causal, -1e9)
+    batch["attention_mask"] = {"full_attention": mask, "sliding_attention": mask}
+    with record(model) as recorder:
+        call(model, recorder.watch(DynamicCache(config=model.config)), **batch)
+    assert_alike(recorder, one_by_one(model, rows))
 
 
 # Through generate, and with adapters
