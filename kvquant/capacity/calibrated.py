@@ -13,7 +13,7 @@ from kvquant.scheme import QuantScheme
 from kvquant.storage import find, parse_header, parsing
 
 from .spec import ModelSpec
-from .tensor_files import TensorFile, read_header
+from kvquant.tensor_files import TensorFile, read_header
 
 _SLOTS = ("key", "value")
 
@@ -64,7 +64,7 @@ def read_calibrated(name: str, model: ModelSpec) -> Calibrated:
 
 def _turns(file: TensorFile, rotary: Mapping[str, Any], slot: str) -> bool:
     """Whether a slot's mean turns; files of version 1 do not say, and then it does."""
-    if slot not in rotary or f"{slot}.mean_unrotated" not in file.places:
+    if slot not in rotary or f"{slot}.mean_unrotated" not in file.tensors:
         return False
     turned = f"{slot}.turned"
-    return turned not in file.places or any(file.read(turned))
+    return turned not in file.tensors or any(file.read(turned))

@@ -12,7 +12,7 @@ from kvquant.errors import InputError
 
 from .parameters import Parameters, count_parameters, experts_of
 from .spec import ModelSpec
-from .tensor_files import read_header
+from kvquant.tensor_files import read_header
 
 WEIGHT_BITS: Mapping[str, float] = {
     "fp32": 32,
@@ -134,7 +134,7 @@ def _from_headers(directory: Path) -> Weights | None:
     total = experts = 0
     for path in files:
         header = read_header(path)
-        for name in header.places:
+        for name in header.tensors:
             nbytes = header.nbytes(name)
             total += nbytes
             experts += nbytes if ".experts." in name else 0

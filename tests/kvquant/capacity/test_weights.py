@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvquant.capacity.spec import ModelSpec, describe
-from kvquant.capacity.tensor_files import read_header
+from kvquant.tensor_files import read_header
 from kvquant.capacity.weights import WEIGHT_BITS, Weights, find_weights
 from kvquant.errors import FileFormatError, InputError
 
@@ -138,7 +138,7 @@ def test_headers_of_tensor_files(tmp_path: Path) -> None:
     save_file({"a": torch.arange(3, dtype=torch.uint8), "b": torch.zeros(2, 2)}, path, {"k": "v"})
     file = read_header(path)
     assert file.metadata == {"k": "v"}
-    assert {name: file.nbytes(name) for name in file.places} == {"a": 3, "b": 16}
+    assert {name: file.nbytes(name) for name in file.tensors} == {"a": 3, "b": 16}
     assert file.read("a") == bytes([0, 1, 2])
 
 

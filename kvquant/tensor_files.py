@@ -1,4 +1,4 @@
-"""Reads the headers of safetensors files: names, sizes and metadata, without a tensor and torch."""
+"""Reads the headers of safetensors files: names, shapes and metadata, without a tensor and torch."""
 
 from __future__ import annotations
 
@@ -15,30 +15,45 @@ _LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """What a header says about one tensor.
+
+    Attributes:
+        dtype: As safetensors names it: ``F32``, ``BF16``, ``F8_E4M3`` …
+        shape: Its shape.
+        start: Its first byte in the file.
+        stop: The byte after its last.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class TensorFile:
     """What the header of one file says.
 
     Attributes:
         path: The file.
         metadata: Free texts that its writer added.
-        places: Name of a tensor -> its first byte and the byte after its last, in the file.
+        tensors: The tensors in it, by name.
     """
 
     path: Path
     metadata: Mapping[str, str]
-    places: Mapping[str, tuple[int, int]]
+    tensors: Mapping[str, StoredTensor]
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor."""
-        start, stop = self.places[name]
-        return stop - start
+        return self.tensors[name].stop - self.tensors[name].start
 
     def read(self, name: str) -> bytes:
         """Bytes of a tensor, as they are stored."""
-        start, stop = self.places[name]
         with self.path.open("rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
+            file.seek(self.tensors[name].start)
+            return file.read(self.nbytes(name))
 
 
 def read_header(path: Path) -> TensorFile:
@@ -57,15 +72,19 @@ def read_header(path: Path) -> TensorFile:
             raise ValueError(f"{len(text):,} of {length:,} bytes of its header")
         header: dict[str, Any] = json.loads(text)
         metadata = header.pop("__metadata__", {})
-        places = {
-            name: (8 + length + tensor["data_offsets"][0], 8 + length + tensor["data_offsets"][1])
-            for name, tensor in header.items()
+        tensors = {
+            name: StoredTensor(
+                str(entry["dtype"]),
+                tuple(map(int, entry["shape"])),
+                *(8 + length + int(offset) for offset in entry["data_offsets"]),
+            )
+            for name, entry in header.items()
         }
-        end = max((stop for _, stop in places.values()), default=0)
+        end = max((tensor.stop for tensor in tensors.values()), default=0)
         if end > path.stat().st_size:
             raise ValueError(f"{path.stat().st_size:,} bytes of {end:,}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise FileFormatError(
             f"{path} cannot be read ({error}); it is cut short or no safetensors file"
         ) from error
-    return TensorFile(path, metadata, places)
+    return TensorFile(path, metadata, tensors)
