@@ -1,4 +1,4 @@
-"""Reads the headers of safetensors files: names, shapes and metadata, without a tensor and torch."""
+"""Reads headers of safetensors files: names, shapes and metadata, without a tensor and torch."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from kvquant.errors import FingerprintError
 from kvquant.geometry import CacheGeometry
 from kvquant.scheme import QuantScheme
 from kvquant.storage import find, parse_header, parsing
+from kvquant.tensor_files import TensorFile, read_header
 
 from .spec import ModelSpec
-from kvquant.tensor_files import TensorFile, read_header
 
 _SLOTS = ("key", "value")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvquant.errors import InputError
+from kvquant.tensor_files import read_header
 
 from .parameters import Parameters, count_parameters, experts_of
 from .spec import ModelSpec
-from kvquant.tensor_files import read_header
 
 WEIGHT_BITS: Mapping[str, float] = {
     "fp32": 32,

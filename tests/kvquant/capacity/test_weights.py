@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from kvquant.capacity.spec import ModelSpec, describe
-from kvquant.tensor_files import read_header
 from kvquant.capacity.weights import WEIGHT_BITS, Weights, find_weights
 from kvquant.errors import FileFormatError, InputError
+from kvquant.tensor_files import read_header
 
 LLAMA = {
     "model_type": "llama",
