@@ -9,7 +9,8 @@
     ├── SchemeError           a quantization scheme that cannot exist, or not on this model
     ├── GeometryError         a config that does not say what its cache looks like
     ├── NotObservedError      a layer, head or channel that calibration never saw
-    └── FingerprintError      scales of one model offered to another
+    ├── FingerprintError      scales of one model offered to another
+    └── ExportError           scales that an engine could not read, or a checkpoint that cannot carry them
 
 The command line prints the message of any of them as one line and exits with code 2, so a
 message carries the numbers and says what to do next.
@@ -54,3 +55,7 @@ class NotObservedError(KVQuantError):
 
 class FingerprintError(KVQuantError):
     """Scales or statistics belong to another model, adapter set or geometry."""
+
+
+class ExportError(KVQuantError):
+    """An engine could not read such scales, or not from such a checkpoint."""
