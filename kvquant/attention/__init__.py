@@ -1,0 +1,1 @@
+"""Attention over a quantized cache, read as it is stored."""

@@ -1,0 +1,72 @@
+"""Attention over stored tokens in plain torch: the definition of correct, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from .stored import Run, StoredRows
+
+
+def attend_reference(
+    query: torch.Tensor,
+    stored: StoredRows,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Softmax attention over tokens as they read back.
+
+    Args:
+        query: ``[rows, heads, new, key_dim]``, of the rows of `stored`; `heads` a multiple of its
+            KV heads, neighbouring heads share one.
+        stored: What is attended to.
+        scaling: Factor of the scores.
+        softcap: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2), if given.
+        sinks: Logits ``[heads]`` that take part in the softmax and have no value (GPT-OSS).
+        dtype: What is computed in, after reading.
+
+    Returns:
+        ``[rows, heads, new, value_dim]``, in `dtype`.
+    """
+    keys, first = read(stored.keys, stored)
+    values, first_value = read(stored.values, stored)
+    start = max(first, first_value)
+    keys, values = keys[:, :, start - first :], values[:, :, start - first_value :]
+    rows, heads, new, _ = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.to(dtype).view(rows, kv_heads, heads // kv_heads, new, -1)
+    scores = torch.einsum("rhgqd,rhkd->rhgqk", grouped, keys.to(dtype)) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen(stored, start, query.device), -torch.inf)
+    if sinks is not None:
+        logits = sinks.to(dtype).view(1, kv_heads, heads // kv_heads, 1, 1)
+        scores = torch.cat((scores, logits.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    out = torch.einsum("rhgqk,rhkd->rhgqd", weights, values.to(dtype))
+    return out.reshape(rows, heads, new, -1)
+
+
+def read(runs: tuple[Run, ...], stored: StoredRows) -> tuple[torch.Tensor, int]:
+    """Tokens of `runs` as they read back, float32 ``[rows, kv_heads, tokens, dim]``; the first."""
+    parts = []
+    for run in runs:
+        if run.codec is None:
+            parts.append(run.tensors[0].float())
+            continue
+        rows, kv_heads = run.tensors[0].shape[:2]
+        part = torch.empty(rows, kv_heads, run.count, run.codec.dim, device=run.tensors[0].device)
+        positions = stored.positions(run.first, run.stop)
+        run.codec.decode_reference(run.tensors, part, positions, stored.bound)
+        parts.append(part)
+    return torch.cat(parts, dim=2), runs[0].first
+
+
+def seen(stored: StoredRows, start: int, device: torch.device) -> torch.Tensor:
+    """Which tokens from `start` on each query sees, bool ``[new, tokens]``."""
+    tokens = torch.arange(start, stored.past + stored.new, device=device)
+    queries = torch.arange(stored.past, stored.past + stored.new, device=device)[:, None]
+    is_seen = tokens <= queries
+    return is_seen if stored.window is None else is_seen & (tokens > queries - stored.window)
