@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
+from kvquant.attention.interface import NAME
 from kvquant.errors import NotObservedError, SchemeError
 from kvquant.geometry import CacheGeometry, LayerKind
 from kvquant.quantize.codec import Center, Codec
@@ -27,6 +29,9 @@ from .companions import QuantizedHybridLayer, QuantizedIndexedLayer
 from .layer import MakeCodec, QuantizedLayer
 from .ledger import TokenLedger
 from .workspace import Workspace
+
+_ATTENDED = (LayerKind.FULL, LayerKind.SLIDING)
+"""Kinds of layers whose queries see all tokens, or the newest ones."""
 
 _CLASSES: dict[type, type] = {
     DynamicLayer: QuantizedLayer,
@@ -46,12 +51,17 @@ class Plan:
         scheme: Its scheme.
         scales: Calibrated scales and means, or None.
         decoder: The model's decoder, whose rotary module gives cosines and sines.
+        backend: What attends to tokens as they are stored (`kvquant.attention.interface.BACKENDS`);
+            None if they are always dequantized.
+        is_compiled: Whether the decoder runs compiled, which does not know handles.
     """
 
     geometry: CacheGeometry
     scheme: QuantScheme
     scales: KVScales | None
     decoder: Any
+    backend: str | None = None
+    is_compiled: bool = False
     _angles: dict[Any, RotaryAngles] = field(default_factory=dict)
 
     def slot_scheme(self, layer_idx: int, slot: str) -> TensorScheme:
@@ -86,6 +96,21 @@ class Plan:
             for index in self.geometry.attention_layers
             for slot in ("key", "value")
         )
+
+    def why_dequantized(self, layer_idx: int) -> str:
+        """Why a layer's tokens are dequantized for the model's own attention, or ""."""
+        if self.backend is None:
+            return "as asked"
+        if self.is_compiled:
+            return "the model is compiled"
+        if self.geometry.layers[layer_idx].kind not in _ATTENDED:
+            return f"{self.geometry.layers[layer_idx].kind.value} attention"
+        slots = (self.slot_scheme(layer_idx, slot) for slot in ("key", "value"))
+        if not any(slot.format.is_scaled for slot in slots):
+            return "nothing is quantized"
+        if self.decoder.config._attn_implementation != NAME:
+            return f"the model attends with {self.decoder.config._attn_implementation}"
+        return ""
 
     def codec(self, layer_idx: int, slot: str, dtype: torch.dtype, device: torch.device) -> Codec:
         """Codec of a slot.
@@ -158,7 +183,9 @@ class Plan:
         return self._angles[place]
 
 
-def build_layers(plan: Plan, ledger: TokenLedger, workspace: Workspace) -> list[Any]:
+def build_layers(
+    plan: Plan, ledger: TokenLedger, workspace: Workspace, offloading: bool = False
+) -> list[Any]:
     """One layer for each that Transformers would make; those that keep no tokens are its own.
 
     Raises:
@@ -184,9 +211,22 @@ def build_layers(plan: Plan, ledger: TokenLedger, workspace: Workspace) -> list[
             ledger,
             # What others read later must not be overwritten by the next layer.
             None if index in sources else workspace,
+            _backend_chooser(plan, index, kind, offloading),
             **own,
         )
     return layers
+
+
+def _backend_chooser(
+    plan: Plan, layer_idx: int, kind: type, offloading: bool
+) -> Callable[[], str | None]:
+    # Attention of picked tokens reads keys in its own way; offloaded tokens are gone too soon.
+    is_fit = kind is not QuantizedIndexedLayer and not offloading
+
+    def choose() -> str | None:
+        return plan.backend if is_fit and not plan.why_dequantized(layer_idx) else None
+
+    return choose
 
 
 def _codec_maker(plan: Plan, layer_idx: int) -> MakeCodec:

@@ -17,12 +17,18 @@ from kvquant.scales import KVScales
 from kvquant.scheme import QuantScheme
 
 from .build import Plan, build_layers
-from .choose import choose_scheme, find_scales
+from .choose import choose_backend, choose_scheme, find_scales
 from .companions import check_state_crop, crop_state, state_nbytes
 from .layer import QuantizedLayer
 from .ledger import Sources, TokenLedger
 from .padding import real_tokens
-from .transformers_compat import by_name, cache_of_call, tokens_to_remove
+from .transformers_compat import (
+    by_name,
+    cache_of_call,
+    restore_attention,
+    tokens_to_remove,
+    use_attention,
+)
 from .workspace import Workspace
 
 _HOOKED = "_kvquant_cache_hook"
@@ -82,8 +88,13 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         tokenizer: Any = None,
         force: bool = False,
         offloading: bool = False,
+        attention: str = "auto",
     ) -> QuantizedCache:
         """An empty cache for `model`, and a hook on its decoder that tells it about padding.
+
+        The model attends with ``attn_implementation="kvquant"`` from then on, if it would use
+        ``sdpa`` (or knows nothing but ``eager``): that reads the codes of this cache, and does
+        what ``sdpa`` (or ``eager``) does with every other one. `remove_hook` undoes both.
 
         Args:
             model: A Transformers model or a PeftModel, with the adapters active that it serves.
@@ -102,6 +113,9 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             force: Take scales of another model of the same shape all the same; those of a file
                 with a warning.
             offloading: Keep layers on the CPU while they are not needed; on accelerators only.
+            attention: What attends to the codes: ``auto`` (the kernel for the device, else plain
+                torch), ``triton``, ``numba``, ``torch``; or ``dequantize``, which reads them back
+                for the model's own attention.
 
         Raises:
             SchemeError: No such scheme, or it does not fit the model.
@@ -124,10 +138,13 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         decoder = base_model(model).get_decoder()
         if offloading and decoder.device.type == "cpu":
             raise InputError("offloading moves layers to the CPU, where this model already is")
-        plan = Plan(geometry, chosen, found, decoder)
+        plan = Plan(geometry, chosen, found, decoder, choose_backend(attention, decoder.device))
         ledger, workspace = TokenLedger(plan.turns_means), Workspace()
+        layers_made = build_layers(plan, ledger, workspace, offloading)
+        if plan.backend is not None:
+            use_attention(decoder)
         _install_hook(decoder)
-        return cls(build_layers(plan, ledger, workspace), plan, ledger, workspace, offloading)
+        return cls(layers_made, plan, ledger, workspace, offloading)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedCache:
         """A cache that goes its own way from here; the model and its scales are shared."""
@@ -142,11 +159,12 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
-    def begin_call(self, call: dict[str, Any]) -> None:
+    def begin_call(self, call: dict[str, Any], is_compiled: bool = False) -> None:
         """Notes padding and positions of a forward call that begins; the hook calls it.
 
         Args:
             call: Arguments of the decoder, by name.
+            is_compiled: Whether the decoder is compiled: it gets tensors, not handles.
 
         Raises:
             InputError: The call cannot be served from this cache.
@@ -157,6 +175,9 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         tokens = call["inputs_embeds"] if tokens is None else tokens
         batch, count = tokens.shape[:2]
         self._forget_failed_call()
+        self.plan.is_compiled = is_compiled
+        for layer in self._quantized():
+            layer.store_pending()  # as the ledger knows its tokens now
         positions = call.get("position_ids")
         if positions is not None and positions.dim() != 2:
             positions = None  # several dimensions: no layer of such a model turns its mean
@@ -340,6 +361,8 @@ class QuantizedCache(Cache):  # type: ignore[misc]
     def _select(self, index: torch.Tensor) -> None:
         if not self._ledger.batch:
             return
+        for layer in self._quantized():
+            layer.store_pending()  # of rows as they were
         sources: Sources = self._ledger.select(index)
         for layer in self.layers:
             if isinstance(layer, QuantizedLayer):
@@ -353,7 +376,8 @@ def _tell_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     call = by_name(module, args, kwargs)
     cache = cache_of_call(call)
     if isinstance(cache, QuantizedCache):
-        cache.begin_call(call)
+        # Asked here, where a compiler sees it: what it calls does not know.
+        cache.begin_call(call, torch.compiler.is_compiling())
 
 
 def _install_hook(decoder: torch.nn.Module) -> None:
@@ -366,6 +390,7 @@ def _install_hook(decoder: torch.nn.Module) -> None:
 def remove_hook(model: Any) -> None:
     """Takes off what `QuantizedCache.from_model` put on a model's decoder."""
     decoder = base_model(model).get_decoder()
+    restore_attention(decoder)
     handle = getattr(decoder, _HOOKED, None)
     if handle is not None:
         handle.remove()

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvquant.errors import FingerprintError, InputError, SchemeError
 from kvquant.fingerprint import fingerprint
 from kvquant.geometry import CacheGeometry
@@ -93,3 +95,23 @@ def _calibrated(scheme: QuantScheme, scales: KVScales | None) -> QuantScheme:
         value=static(scheme.value, scales.scheme.value),
         rotary_part=static(scheme.rotary_part, scales.scheme.value),
     )
+
+
+def choose_backend(attention: str, device: torch.device) -> str | None:
+    """What attends to codes, of what was asked for; None if they are to be dequantized.
+
+    Raises:
+        InputError: There is no such thing, or not on this device.
+    """
+    from kvquant.attention.interface import BACKENDS, kernel_for
+
+    if attention == "dequantize":
+        return None
+    if attention not in BACKENDS:
+        raise InputError(
+            f"unknown attention {attention!r}: possible are {', '.join(BACKENDS)}, dequantize"
+        )
+    chosen, reason = kernel_for(device, attention)
+    if attention not in ("auto", chosen):
+        raise InputError(f"attention {attention!r} is not possible: {reason}")
+    return attention

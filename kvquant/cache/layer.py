@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from kvquant.attention.handle import KEY, VALUE
+from kvquant.attention.stored import Run, StoredRows
 from kvquant.errors import GeometryError, InputError
 from kvquant.geometry import LayerGeometry
 from kvquant.quantize.codec import Codec
 from kvquant.scheme import QuantScheme
 
 from .ledger import RowGroup, Sources, TokenLedger
+from .reading import Call, LayerReading
 from .slot import SlotStore
 from .storage import State
 from .transformers_compat import tokens_to_remove
@@ -30,14 +33,15 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer, quantized as its scheme says.
 
     `update` gives attention the current call's tokens exactly, and all earlier ones through their
-    codes.
+    codes. A call's tokens are stored when it is over, that is, with the next one, or as soon as
+    somebody asks what is stored: until then, attention can read what was stored before.
 
     Attributes:
         geometry: Shape of the layer's cache.
         scheme: Its scheme, without schemes of other layers.
         cumulative_length: Slots seen so far, padding included.
         record_past: Whether a decoder may take tokens back.
-        stores: Keys and values of each group of rows.
+        pending: The last call, while its tokens are not stored.
     """
 
     is_compileable = False
@@ -49,6 +53,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         make_codec: MakeCodec,
         ledger: TokenLedger,
         workspace: Workspace | None,
+        backend: Callable[[], str | None] = lambda: None,
     ) -> None:
         """An empty layer.
 
@@ -58,17 +63,27 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
             make_codec: Called once for each slot, when dtype and device are known.
             ledger: Shared by all layers.
             workspace: Shared by all layers; None if what this layer returns is used by others.
+            backend: Asked in each call: what is to attend to the tokens as they are stored; None if
+                they are to be dequantized.
         """
         super().__init__()
         self.geometry = geometry
         self.scheme = scheme
         self.cumulative_length = 0
         self.record_past = False
-        self.stores: list[tuple[SlotStore, SlotStore]] = []
+        self.pending: Call | None = None
+        self._stores: list[tuple[SlotStore, SlotStore]] = []
+        self._backend = backend
         self._make_codec = make_codec
         self._codecs: tuple[Codec, Codec] | None = None
         self._ledger = ledger
         self._workspace = workspace
+
+    @property
+    def stores(self) -> list[tuple[SlotStore, SlotStore]]:
+        """Keys and values of each group of rows."""
+        self.store_pending()
+        return self._stores
 
     @property
     def is_sliding(self) -> bool:
@@ -106,7 +121,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
             self._make_codec("key", key_states.dtype, key_states.device),
             self._make_codec("value", value_states.dtype, value_states.device),
         )
-        self.stores = [self._new_store() for _ in self._ledger.groups]
+        self._stores = [self._new_store() for _ in self._ledger.groups]
         self.is_initialized = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -125,20 +140,77 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
             Keys and values of all tokens that can be seen: earlier ones as read from their codes,
             these exactly. Valid until the next layer's update unless gradients are on.
         """
+        self.store_pending()
         batch, _, tokens, _ = key_states.shape
         self._expect(batch, tokens, key_states.device)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.prefetch()
         past = self._visible_past()
-        read = tuple(
-            self._read(slot, states, past) for slot, states in enumerate((key_states, value_states))
-        )
-        start, self.cumulative_length = self.cumulative_length, self.cumulative_length + tokens
-        with torch.no_grad():
-            for slot, states in enumerate((key_states, value_states)):
-                self._append(slot, states, start)
-        return read[0], read[1]
+        call = self.pending = Call((key_states, value_states), self.cumulative_length, past)
+        self.cumulative_length += tokens
+        backend = self._backend() if past and not torch.is_grad_enabled() else None
+        if backend is not None:
+            return LayerReading(self, call, backend).handles()
+        read = self.read(KEY, call), self.read(VALUE, call)
+        self.store_pending()
+        return read
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def store_pending(self) -> None:
+        """Stores the tokens of the last call, if they are not yet."""
+        call, self.pending = self.pending, None
+        if call is not None:
+            with torch.no_grad():
+                for slot, states in enumerate(call.states):
+                    self._append(slot, states, call.start)
+
+    def read(self, slot: int, call: Call) -> torch.Tensor:
+        """What a call sees: earlier tokens from their codes, then its own."""
+        states, past = call.states[slot], call.past
+        if past == 0:
+            return states
+        batch, kv_heads, tokens, dim = states.shape
+        if self._workspace is None or torch.is_grad_enabled():
+            read = states.new_empty((batch, kv_heads, past, dim))
+            with torch.no_grad():
+                self._read_past(slot, read, call.start)
+            return torch.cat((read, states), dim=2)
+        shape = (batch, kv_heads, past + tokens, dim)
+        out = self._workspace.take(_SLOTS[slot], shape, states.dtype, states.device)
+        self._read_past(slot, out[:, :, :past], call.start)
+        out[:, :, past:].copy_(states)
+        return out
+
+    def stored_rows(self, call: Call) -> list[StoredRows] | None:
+        """What a call sees, as it is stored; None if some of its tokens are padding."""
+        new = call.states[KEY].shape[2]
+        found = []
+        for stores, group in zip(self._stores, self._ledger.groups, strict=True):
+            if sum(n for _, _, n in group.pieces(call.start, call.start + new)) < new:
+                return None
+            rows = None if group.rows is None else group.index(self.device)
+            past = stores[KEY].length
+            runs = []
+            for store, states in zip(stores, call.states, strict=True):
+                mine = states if rows is None else states.index_select(0, rows)
+                stored = store.runs(0 if store.window.keep is None else past - store.window.keep)
+                if stored is None:
+                    return None
+                runs.append((*stored, Run(past, new, None, (mine,))))
+            found.append(
+                StoredRows(
+                    rows,
+                    runs[KEY],
+                    runs[VALUE],
+                    past,
+                    new,
+                    self.geometry.window,
+                    self._positions(group),
+                    self._ledger.bound,
+                )
+            )
+        return found
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys that `update` will return, and the slot of the first one."""
@@ -197,7 +269,8 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forgets all tokens and gives their memory back."""
-        self.stores = []
+        self.pending = None
+        self._stores = []
         self.is_initialized = False
         self.cumulative_length = 0
         self.record_past = False
@@ -220,7 +293,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
             for store in pair:
                 store.map(_selector(index))
             made.append((pair[0], pair[1]))
-        self.stores = made
+        self._stores = made
 
     def offload(self) -> None:
         """Moves what is stored to the CPU."""
@@ -333,27 +406,10 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         length = self.cumulative_length
         return length if window is None else min(length, window - 1)
 
-    def _read(self, slot: int, states: torch.Tensor, past: int) -> torch.Tensor:
-        """The newest `past` slots from their codes, followed by `states`."""
-        if past == 0:
-            return states
-        batch, kv_heads, tokens, dim = states.shape
-        if self._workspace is None or torch.is_grad_enabled():
-            read = states.new_empty((batch, kv_heads, past, dim))
-            with torch.no_grad():
-                self._read_past(slot, read)
-            return torch.cat((read, states), dim=2)
-        shape = (batch, kv_heads, past + tokens, dim)
-        out = self._workspace.take(_SLOTS[slot], shape, states.dtype, states.device)
-        self._read_past(slot, out[:, :, :past])
-        out[:, :, past:].copy_(states)
-        return out
-
-    def _read_past(self, slot: int, out: torch.Tensor) -> None:
-        """Fills `out` with the newest slots; padding becomes zeros."""
-        end = self.cumulative_length
+    def _read_past(self, slot: int, out: torch.Tensor, end: int) -> None:
+        """Fills `out` with the newest slots before `end`; padding becomes zeros."""
         start = end - out.shape[2]
-        for stores, group in zip(self.stores, self._ledger.groups, strict=True):
+        for stores, group in zip(self._stores, self._ledger.groups, strict=True):
             store, positions = stores[slot], self._positions(group)
             pieces = list(group.pieces(start, end))
             whole = len(pieces) == 1 and pieces[0][2] == out.shape[2]
@@ -378,7 +434,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
     def _append(self, slot: int, states: torch.Tensor, start: int) -> None:
         """Stores the real ones among the tokens whose first slot is `start`."""
         stop = start + states.shape[2]
-        for stores, group in zip(self.stores, self._ledger.groups, strict=True):
+        for stores, group in zip(self._stores, self._ledger.groups, strict=True):
             pieces = list(group.pieces(start, stop))
             if not pieces:
                 continue

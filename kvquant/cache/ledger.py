@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from kvquant.attention.stored import Positions
 from kvquant.errors import InputError
 from kvquant.quantize.codec import Field
 
-from .slot import Positions
 from .storage import State, TokenBuffer
 from .window import PAGE
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
+from kvquant.attention.stored import Positions, Run
 from kvquant.quantize.codec import Codec, Field
 
 from .storage import State, TokenBuffer
 from .window import PAGE, ROLLBACK, Window
-
-Positions = Callable[[int, int], "torch.Tensor | None"]
-"""Positions ``[batch, tokens]`` of a range of tokens, or None where nobody needs them."""
 
 _BUFFERS = ("sinks", "coded", "tail")
 
@@ -119,6 +117,32 @@ class SlotStore:
         for unit, stop, start, count in self._runs(max(origin, self.window.sinks)):
             target = out[:, :, start - origin : start - origin + count]
             self._decode(unit, stop, start, target, positions, bound)
+
+    def runs(self, origin: int) -> list[Run] | None:
+        """Tokens from `origin` on as they are stored, and perhaps some before.
+
+        None if a unit was cut short by `crop`, which only `read` knows how to read.
+        """
+        if self._short:
+            return None
+        origin = max(origin, 0)
+        found, first = [], origin
+        for count, views in self.sinks.views(origin, min(self.window.sinks, self.length)):
+            found.append(Run(first, count, None, views))
+            first += count
+        origin = max(origin, self.window.sinks)
+        if origin < self._coded_end:
+            unit = self._unit_of(origin)
+            first = self._start_of(unit)
+            for units, coded in self.coded.views(unit, self.coded.end):
+                count = units * self.window.unit
+                found.append(Run(first, count, self.codec, coded))
+                first += count
+        first = max(origin, self._coded_end)
+        for count, views in self.tail.views(first, self.length):
+            found.append(Run(first, count, None, views))
+            first += count
+        return found
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor held by what `change` makes of it."""

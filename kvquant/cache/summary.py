@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvquant.attention.interface import kernel_for
 from kvquant.scheme import TensorScheme
 
 from .companions import state_nbytes
@@ -115,6 +116,7 @@ def _remarks(cache: QuantizedCache) -> list[str]:
     """What was made of the calibration, and which memory is not in the table."""
     lines = [f"scheme: {cache.scheme}"]
     lines += _means(cache)
+    lines.append(f"attention: {_attention(cache)}")
     shared = cache.workspace_nbytes()
     if shared:
         lines.append(
@@ -122,6 +124,24 @@ def _remarks(cache: QuantizedCache) -> list[str]:
             "of layers"
         )
     return lines
+
+
+def _attention(cache: QuantizedCache) -> str:
+    """What attends to which layers."""
+    reasons: dict[str, list[int]] = {}
+    for index in cache.geometry.attention_layers:
+        reasons.setdefault(cache.plan.why_dequantized(index), []).append(index)
+    attended = reasons.pop("", [])
+    if not attended:
+        return f"the model's own, on dequantized tokens ({', '.join(reasons)})"
+    assert cache.plan.backend is not None
+    name, trouble = kernel_for(cache.plan.decoder.device, cache.plan.backend)
+    by = "plain torch" if name == "torch" else name
+    by += f" ({trouble})" if trouble else ""
+    if not reasons:
+        return f"over the codes by {by} in all {len(attended)} layers"
+    others = "; ".join(f"{_ranges(layers)} ({reason})" for reason, layers in reasons.items())
+    return f"over the codes by {by} in layers {_ranges(attended)}; the model's own in {others}"
 
 
 def _means(cache: QuantizedCache) -> list[str]:

@@ -45,3 +45,29 @@ def tokens_to_remove(tokens: int, length: int) -> int:
     raise ValueError(
         f"crop takes the number of tokens to take back as a negative number, not {tokens}"
     )
+
+
+_ATTENTION_BEFORE = "_kvquant_attention_before"
+
+
+def use_attention(decoder: Any) -> None:
+    """Makes a decoder attend with ``kvquant``, if it would use ``sdpa`` or knows only ``eager``.
+
+    One whose attention is none of Transformers' functions stays as it is.
+    """
+    from kvquant.attention.interface import NAME, register
+
+    register()
+    before = decoder.config._attn_implementation
+    is_default = before == "sdpa" or (before == "eager" and not decoder._supports_sdpa)
+    if is_default and decoder._can_set_attn_implementation():
+        decoder.set_attn_implementation(NAME)
+        object.__setattr__(decoder, _ATTENTION_BEFORE, before)
+
+
+def restore_attention(decoder: Any) -> None:
+    """Undoes `use_attention`."""
+    before = getattr(decoder, _ATTENTION_BEFORE, None)
+    if before is not None:
+        decoder.set_attn_implementation(before)
+        object.__setattr__(decoder, _ATTENTION_BEFORE, None)

@@ -1,38 +1,21 @@
-"""Codecs on the CPU by compiled kernels: bit for bit the codes of the reference, in less time.
-
-Kernels run on the threads of torch, through `GOMP_parallel` of the OpenMP library that torch has
-loaded, since a decode step alternates between them and matrix products, after which the threads of
-torch spin for milliseconds. Numba's own layer for OpenMP happens to reach the same threads, but
-which layer a process gets is not ours to choose; with its other layers, and with Python threads,
-two pools compete for the cores. Where there is no such function, and for few tokens, kernels run on
-the calling thread.
-
-They are compiled on first use, for which somebody waits about ten seconds, and kept in Numba's
-cache: beside the source, or in the user's cache directory where that cannot be written.
-"""
+"""Codecs on the CPU by compiled kernels: bit for bit the codes of the reference, in less time."""
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from numba import cfunc
 
 from . import numba_formats as formats
 from .numba_decode import decode_tasks
 from .numba_encode import encode_tasks
 from .numba_panel import SIGNATURE, Job
 from .numba_plan import Plan, plan, turns
+from .numba_threads import run
 
 if TYPE_CHECKING:
     from .codec import Codec
-
-_WORTH_THREADS = 1 << 16
-"""Values that take several times as long (30 µs) as waking a thread."""
 
 _KINDS = {torch.float32: formats.FP32, torch.bfloat16: formats.BF16, torch.float16: formats.FP16}
 
@@ -51,7 +34,12 @@ def encode(
         states = states.contiguous()
     lead = (states.shape[0], states.shape[1], states.shape[2] // codec.unit)
     coded = tuple(torch.empty((*lead, *field.shape), dtype=field.dtype) for field in codec.fields)
-    _run(encode_tasks, _job(planned.encoding, codec, coded, states, angles), states.numel())
+    run(
+        encode_tasks,
+        SIGNATURE,
+        _job(planned.encoding, codec, coded, states, angles),
+        states.numel(),
+    )
     return coded
 
 
@@ -72,7 +60,8 @@ def decode(
     angles = _angles(codec, out, positions, bound)
     if angles is None:
         return False
-    _run(decode_tasks, _job(planned.decoding, codec, coded, out, angles), out.numel())
+    job = _job(planned.decoding, codec, coded, out, angles)
+    run(decode_tasks, SIGNATURE, job, out.numel())
     return True
 
 
@@ -153,46 +142,3 @@ def _places(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     size = tensor.itemsize
     batch, head, token = tensor.stride()[:3]
     return tensor.data_ptr(), size * batch, size * head, size * token
-
-
-# Compiling and running
-
-
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def _run(function: Callable[[Any], None], job: Job, values: int) -> None:
-    """Runs a kernel on the threads of torch, if that is worth it for so many values."""
-    kernel, address = _kernel(function), ctypes.addressof(job)
-    parallel = _parallel() if values >= _WORTH_THREADS else None
-    # As many as torch takes, even where fewer would do: GNU OpenMP ends the others otherwise.
-    threads = 1 if parallel is None else torch.get_num_threads()
-    work = torch.empty(job.scratch * threads, dtype=torch.uint8)
-    job.taken = address + Job.tasks_taken.offset
-    job.joined = address + Job.threads_joined.offset
-    job.work = work.data_ptr()
-    if parallel is None or threads == 1:
-        _FUNCTION(kernel.address)(address)
-    else:
-        parallel(kernel.address, address, threads, 0)
-
-
-@functools.cache
-def _parallel() -> Callable[[int, int, int, int], None] | None:
-    """``GOMP_parallel(function, argument, threads, flags)``, as GCC and LLVM OpenMP define it."""
-    try:
-        found = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):
-        return None
-    found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    found.restype = None
-    return found
-
-
-@functools.cache
-def _kernel(function: Callable[[Any], None]) -> Any:
-    """The compiled function."""
-    try:
-        return cfunc(SIGNATURE, cache=True, error_model="numpy")(function)
-    except (RuntimeError, OSError):  # no directory where it could be kept
-        return cfunc(SIGNATURE, error_model="numpy")(function)

@@ -19,6 +19,7 @@ from .numba_vectors import (
     SQUARE,
     VECTOR,
     define,
+    multiply_add,
     repeat,
     rows_of,
     shuffle,
@@ -72,6 +73,18 @@ def load_long(builder: Any, address: Any) -> Any:
     return _load(builder, address, _LONG)
 
 
+@define(types.float32, types.int64)
+def load_float(builder: Any, address: Any) -> Any:
+    """A float32."""
+    return _load(builder, address, _FLOAT)
+
+
+@define(types.void, types.int64, types.float32)
+def store_float(builder: Any, address: Any, number: Any) -> None:
+    """Inverse of `load_float`."""
+    _store(builder, address, number)
+
+
 @define(types.void, types.int64, types.int64)
 def store_int(builder: Any, address: Any, number: Any) -> None:
     """The four low bytes of a number."""
@@ -104,6 +117,13 @@ def take_number(builder: Any, address: Any) -> Any:
     return builder.atomic_rmw("add", pointer, _LONG(1), "monotonic")
 
 
+@define(types.int64, types.int64)
+def take_turn(builder: Any, address: Any) -> Any:
+    """As `take_number`; what other threads wrote before they took theirs can be read after it."""
+    pointer = builder.inttoptr(address, _LONG.as_pointer())
+    return builder.atomic_rmw("add", pointer, _LONG(1), "acq_rel")
+
+
 # Vectors
 
 
@@ -117,6 +137,12 @@ def load_vector(builder: Any, address: Any) -> Any:
 def load_ints(builder: Any, address: Any) -> Any:
     """Eight consecutive int32."""
     return [_load(builder, address, INT_VECTOR.row)]
+
+
+@define(INT_VECTOR, types.int64)
+def load_octets(builder: Any, address: Any) -> Any:
+    """Eight consecutive bytes, unsigned."""
+    return [builder.zext(_load(builder, address, _BYTES), INT_VECTOR.row)]
 
 
 @define(INT_VECTOR, types.int64)
@@ -157,6 +183,55 @@ def spread(builder: Any, address: Any) -> Any:
 def load_square(builder: Any, address: Any, stride: Any) -> Any:
     """Eight vectors, `stride` bytes apart."""
     return [_load(builder, place, VECTOR.row) for place in _steps(builder, address, stride)]
+
+
+@define(SQUARE, types.int64, types.int64, types.int64)
+def load_halves(builder: Any, one: Any, other: Any, stride: Any) -> Any:
+    """Four vectors from each of two addresses, `stride` bytes apart."""
+    places = [*_steps(builder, one, stride)[:4], *_steps(builder, other, stride)[:4]]
+    return [_load(builder, place, VECTOR.row) for place in places]
+
+
+@define(types.void, types.int64, types.int64, types.int64, SQUARE)
+def store_halves(builder: Any, one: Any, other: Any, stride: Any, square: Any) -> None:
+    """Inverse of `load_halves`."""
+    places = [*_steps(builder, one, stride)[:4], *_steps(builder, other, stride)[:4]]
+    _store_rows(builder, places, rows_of(builder, square))
+
+
+@define(SQUARE, types.int64, types.int64, VECTOR, VECTOR, SQUARE)
+def add_products(builder: Any, address: Any, stride: Any, one: Any, other: Any, square: Any) -> Any:
+    """Adds four vectors, `stride` bytes apart, times `one` to four rows, times `other` to four."""
+    places, rows = _steps(builder, address, stride)[:4], rows_of(builder, square)
+    loaded = [_load(builder, place, VECTOR.row) for place in places]
+    factors = [*rows_of(builder, one) * 4, *rows_of(builder, other) * 4]
+    triples = zip(loaded * 2, factors, rows, strict=True)
+    return [multiply_add(builder, *triple) for triple in triples]
+
+
+@define(SQUARE, VECTOR, VECTOR, types.int64, types.int64, SQUARE)
+def add_multiples(
+    builder: Any, one: Any, other: Any, address: Any, stride: Any, square: Any
+) -> Any:
+    """Adds `one` times four numbers, `stride` bytes apart, to four rows, `other` to four."""
+    places = _steps(builder, address, stride)[:4]
+    factors = [repeat(builder, _load(builder, place, _FLOAT)) for place in places]
+    added = [*rows_of(builder, one) * 4, *rows_of(builder, other) * 4]
+    triples = zip(added, factors * 2, rows_of(builder, square), strict=True)
+    return [multiply_add(builder, *triple) for triple in triples]
+
+
+@define(types.void, types.int64, types.int64, types.int64)
+def deal(builder: Any, source: Any, target: Any, stride: Any) -> None:
+    """Of 32 numbers each fourth to one of four vectors, `stride` bytes apart."""
+    rows = [_load(builder, place, VECTOR.row) for place in _steps(builder, source, _LONG(32))[:4]]
+    halves = [
+        [shuffle(builder, *rows[start : start + 2], lanes) for start in (0, 2)]
+        for lanes in ([0, 4, 8, 12, 1, 5, 9, 13], [2, 6, 10, 14, 3, 7, 11, 15])
+    ]
+    lanes = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
+    dealt = [shuffle(builder, *pair, half) for pair in halves for half in lanes]
+    _store_rows(builder, _steps(builder, target, stride)[:4], dealt)
 
 
 @define(INT_SQUARE, types.int64, types.int64)

@@ -10,7 +10,6 @@ Rows that are not float32, or no multiple of eight long, go through a staging ar
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from .numba_memory import (
     store_square,
     store_vector,
 )
+from .numba_threads import THREAD_FIELDS, stamp
 from .numba_vectors import LANES, butterfly, fma, inline, plain, transpose
 
 VECTOR_BYTES = 4 * LANES
@@ -47,7 +47,7 @@ PANEL, SPARE, STAGING, COS, SIN, LOW, HIGH, RANGES = range(8)
 SECTIONS = 8
 
 _INTS = """
-    taken tasks_taken tasks joined threads_joined work scratch section pitch lanes
+    section pitch lanes
     spans span tokens kv_heads dim
     states states_batch states_head states_token states_kind
     codes codes_batch codes_head codes_span codes_token row_bytes bits coding offset
@@ -60,12 +60,6 @@ _INTS = """
 _FLOATS = "steps lowest highest zero factor"
 
 
-def _stamp() -> str:
-    """A digest of the kernels' text: Numba's cache looks at the file of the outermost function."""
-    files = sorted(Path(__file__).parent.glob("numba_*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
 class Job(ctypes.Structure):
     """What a kernel is called with.
 
@@ -75,9 +69,9 @@ class Job(ctypes.Structure):
     """
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in _INTS.split()),
+        *((name, ctypes.c_int64) for name in f"{THREAD_FIELDS} {_INTS}".split()),
         *((name, ctypes.c_float) for name in _FLOATS.split()),
-        (f"text_{_stamp()}", ctypes.c_float),
+        (f"text_{stamp(Path(__file__).parent)}", ctypes.c_float),
     ]
 
 

@@ -198,10 +198,15 @@ def _call(builder: Any, name: str, *operands: Any) -> Any:
     return builder.call(function, operands)
 
 
+def multiply_add(builder: Any, one: Any, other: Any, addend: Any) -> Any:
+    """What `fma` emits for a row."""
+    return _call(builder, "fmuladd", one, other, addend)
+
+
 @_elementwise()
 def fma(builder: Any, one: Any, other: Any, addend: Any) -> Any:
     """``one * other + addend``, rounded once where the machine is faster that way."""
-    return _call(builder, "fmuladd", one, other, addend)
+    return multiply_add(builder, one, other, addend)
 
 
 @_elementwise()
@@ -251,6 +256,31 @@ def from_bits(builder: Any, bits: Any) -> Any:
 def to_bits(builder: Any, numbers: Any) -> Any:
     """Bits of floats."""
     return builder.bitcast(numbers, INT_VECTOR.row)
+
+
+@define(types.float32, VECTOR)
+def total(builder: Any, numbers: Any) -> Any:
+    """The sum of the eight numbers, added in pairs."""
+    return _fold(builder, numbers, builder.fadd)
+
+
+@define(types.float32, VECTOR)
+def largest(builder: Any, numbers: Any) -> Any:
+    """The largest of the eight numbers."""
+
+    def larger(one: Any, other: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+    return _fold(builder, numbers, larger)
+
+
+def _fold(builder: Any, numbers: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    """One number of eight: halves are combined until one is left."""
+    (row,) = rows_of(builder, numbers)
+    for distance in (4, 2, 1):
+        lanes = [(lane + distance) % LANES for lane in range(LANES)]
+        row = emit(row, shuffle(builder, row, row, lanes))
+    return builder.extract_element(row, _INT(0))
 
 
 # Functions of squares
@@ -303,6 +333,22 @@ def lowest(builder: Any, square: Any) -> Any:
 def highest(builder: Any, square: Any) -> Any:
     """The largest number of each column."""
     return _reduce(builder, square, ">")
+
+
+@define(VECTOR, SQUARE)
+def row_sums(builder: Any, square: Any) -> Any:
+    """The sum of each row, added in pairs."""
+    rows = rows_of(builder, square)
+    for masks in _MASKS.values():
+        pairs = [rows[index : index + 2] for index in range(0, len(rows), 2)]
+        rows = [builder.fadd(*(shuffle(builder, *pair, mask) for mask in masks)) for pair in pairs]
+    return rows
+
+
+@define(SQUARE)
+def zeros(builder: Any) -> Any:
+    """Zeros."""
+    return [ir.Constant(VECTOR.row, None)] * LANES
 
 
 def _reduce(builder: Any, square: Any, order: str) -> list[Any]:

@@ -112,7 +112,7 @@ def test_beside_it_there_is_one_layers_keys_and_values_whatever_their_number(
     sizes = []
     for count in (2, 5):
         model = tiny_once("llama", num_hidden_layers=count)
-        cache = QuantizedCache.from_model(model, scheme)
+        cache = QuantizedCache.from_model(model, scheme, attention="dequantize")
         forward(model, ids(), cache)
         assert cache.workspace_nbytes() == 0, "a prompt is read by nobody yet"
         for _ in range(3):
@@ -122,6 +122,17 @@ def test_beside_it_there_is_one_layers_keys_and_values_whatever_their_number(
         assert cache.workspace_nbytes() == cache.nbytes() == 0
     one_layer = 2 * 2 * (TOKENS + 3) * 16 * 4
     assert one_layer <= sizes[0] == sizes[1] <= one_layer * 1.15
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-kivi"])
+def test_beside_it_there_is_nothing_where_codes_are_attended_to(
+    tiny_once: Callable[..., Any], forward: Callable[..., Any], scheme: str
+) -> None:
+    model = tiny_once("llama")
+    cache = QuantizedCache.from_model(model, scheme)
+    forward(model, ids(), cache)
+    forward(model, ids(1), cache)
+    assert cache.workspace_nbytes() == 0
 
 
 def test_a_prompt_read_in_chunks_peaks_below_the_cache_of_transformers(

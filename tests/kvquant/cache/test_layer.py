@@ -253,9 +253,9 @@ def test_padding_is_not_stored_and_rows_are_as_if_alone(
         done += size
     for stores, group in zip(batched.stores, batched._ledger.groups, strict=True):
         for place, row in enumerate(range(3) if group.rows is None else group.rows):
-            batched.stores, kept = [stores], batched.stores
+            batched._stores, kept = [stores], batched.stores
             mine = [rows[place : place + 1] for rows in held(batched)]
-            batched.stores = kept
+            batched._stores = kept
             assert all(map(torch.equal, mine, held(alone[row])))
             assert len(mine) == len(held(alone[row]))
             assert stores[0].length == alone[row].stores[0][0].length

@@ -145,7 +145,9 @@ def test_many_tokens_are_readable(tiny: Callable[..., Any]) -> None:
 
 def test_it_says_which_scheme_ran_and_what_is_shared(tiny: Callable[..., Any]) -> None:
     model = tiny("llama")
-    cache = QuantizedCache.from_model(model, scheme="int8", sink_tokens=2, residual_length=9)
+    cache = QuantizedCache.from_model(
+        model, scheme="int8", sink_tokens=2, residual_length=9, attention="dequantize"
+    )
     fill(model, cache, 30)
     found = fill(model, cache, 1)
     assert (
@@ -155,6 +157,20 @@ def test_it_says_which_scheme_ran_and_what_is_shared(tiny: Callable[..., Any]) -
     assert "beside it: 8.93 kB that all layers share to read into" in found
     assert cache.workspace_nbytes() == 2 * (31 * 32 + 31 * 32 // 8) * 4
     assert "means" not in found
+
+
+def test_it_says_what_attends_to_the_codes(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama")
+    lines = QuantizedCache.from_model(model, "int8").summary().splitlines()
+    assert "attention: over the codes by numba in all 2 layers" in lines
+    lines = QuantizedCache.from_model(model, "int8", attention="dequantize").summary().splitlines()
+    assert "attention: the model's own, on dequantized tokens (as asked)" in lines
+    lines = QuantizedCache.from_model(model, "int8", layers={0: "none"}).summary().splitlines()
+    assert (
+        "attention: over the codes by numba in layers 1; the model's own in 0 (nothing is quantized)"
+    ) in lines
+    lines = QuantizedCache.from_model(tiny("deepseek"), "int8").summary().splitlines()
+    assert "attention: the model's own, on dequantized tokens (latent attention)" in lines
 
 
 def test_it_says_that_there_are_no_means(tiny: Callable[..., Any]) -> None:

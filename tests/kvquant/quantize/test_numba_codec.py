@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 
@@ -355,12 +354,3 @@ def test_positions_beyond_the_table_read_nothing_else() -> None:
     assert identical(beyond, encoded(codec, states, torch.tensor([[0, POSITIONS - 1]])))
 
 
-def test_a_function_that_cannot_be_cached_is_compiled_all_the_same() -> None:
-    scope: dict[str, Callable[[object], None]] = {}
-    exec("def nothing(pointer):\n    pass\n", scope)  # Numba finds no file of its source
-    assert numba_codec._kernel(scope["nothing"]).address
-
-
-@pytest.mark.skipif(os.name != "posix", reason="torch brings another OpenMP")
-def test_the_threads_of_torch_are_found() -> None:
-    assert numba_codec._parallel() is not None

@@ -1,0 +1,148 @@
+"""Attention of many queries over stored tokens, some at a time, in plain torch.
+
+Tokens are dequantized tile by tile and joined by an online softmax (Milakov and Gimelshein, arXiv
+1805.02867), so that neither the cache in full precision nor all scores are ever in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .reference import seen
+from .stored import Run, StoredRows
+
+TILE = 1024
+"""Tokens that are read at once."""
+
+_SCORES = 1 << 25
+"""Scores that are held at once, at most: 128 MB."""
+
+
+def attend(
+    query: torch.Tensor,
+    stored: StoredRows,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `attend_reference`, in the dtype of `query` with sums in float32.
+
+    Args:
+        query: ``[rows, heads, new, key_dim]``.
+        stored: What is attended to.
+        scaling: Factor of the scores.
+        softcap: As for the reference.
+        sinks: As for the reference.
+        mask: Which tokens each query sees, bool (or float, to add) ``[rows or 1, heads or 1, new,
+            tokens]``, for the newest tokens; by default all up to itself, within the window.
+
+    Returns:
+        ``[rows, heads, new, value_dim]``; a view of ``[rows, new, heads, value_dim]``.
+    """
+    rows, heads, new, _ = query.shape
+    step = max(1, _SCORES // max(1, rows * heads * TILE))
+    parts = [
+        _attend_some(query, start, min(start + step, new), stored, scaling, softcap, sinks, mask)
+        for start in range(0, new, step)
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attend_some(
+    query: torch.Tensor,
+    begin: int,
+    end: int,
+    stored: StoredRows,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Queries `begin` to `end` of the call."""
+    query = query[:, :, begin:end]
+    rows, heads, count, dim = query.shape
+    first, stop = stored.first_seen(begin), stored.past + (end if mask is None else stored.new)
+    total = top = sums = None
+    for start in range(first, stop, TILE):
+        after = min(start + TILE, stop)
+        keys, values = (
+            read_range(runs, start, after, stored, query.dtype)
+            for runs in (stored.keys, stored.values)
+        )
+        kv_heads = keys.shape[1]
+        grouped = query.reshape(rows, kv_heads, -1, dim)
+        scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scaling)
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        scores = scores.view(rows, heads, count, -1)
+        _hide(scores, stored, begin, start, after, mask)
+        highest = scores.amax(-1, keepdim=True)
+        if top is None or total is None or sums is None:
+            top = highest if sinks is None else torch.maximum(highest, _logits(sinks))
+            total = 0.0 if sinks is None else (_logits(sinks) - top).exp()
+            sums = 0.0
+        else:
+            new_top = torch.maximum(top, highest)
+            shrink = (top - new_top).exp_()
+            total, sums, top = total * shrink, sums * shrink, new_top
+        weights = scores.sub_(top).exp_()
+        total = total + weights.sum(-1, keepdim=True)
+        grouped_weights = weights.to(query.dtype).reshape(rows, kv_heads, -1, after - start)
+        sums = sums + torch.matmul(grouped_weights, values).view(rows, heads, count, -1)
+    assert total is not None and sums is not None
+    return (sums / total).to(query.dtype)
+
+
+def _logits(sinks: torch.Tensor) -> torch.Tensor:
+    return sinks.float().view(1, -1, 1, 1)
+
+
+def _hide(
+    scores: torch.Tensor,
+    stored: StoredRows,
+    begin: int,
+    start: int,
+    stop: int,
+    mask: torch.Tensor | None,
+) -> None:
+    """Makes scores of what is not seen as small as can be."""
+    hidden = torch.finfo(scores.dtype).min
+    count = scores.shape[2]
+    if mask is None:
+        is_seen = seen(stored, start, scores.device)[begin : begin + count, : stop - start]
+        scores.masked_fill_(~is_seen, hidden)
+        return
+    # Columns of the mask are the newest tokens.
+    shift = mask.shape[-1] - (stored.past + stored.new)
+    part = mask[:, :, begin : begin + count, start + shift : stop + shift]
+    if part.dtype == torch.bool:
+        scores.masked_fill_(~part, hidden)
+    else:
+        scores.add_(part).clamp_(min=hidden)
+
+
+def read_range(
+    runs: tuple[Run, ...], start: int, stop: int, stored: StoredRows, dtype: torch.dtype
+) -> torch.Tensor:
+    """Tokens `start` to `stop` as they read back, ``[rows, kv_heads, tokens, dim]``."""
+    parts = []
+    for run in runs:
+        first, after = max(run.first, start), min(run.stop, stop)
+        if first >= after:
+            continue
+        if run.codec is None:
+            parts.append(run.tensors[0][:, :, first - run.first : after - run.first].to(dtype))
+            continue
+        unit = run.codec.unit
+        one, last = (first - run.first) // unit, -(-(after - run.first) // unit)
+        coded = tuple(tensor[:, :, one:last] for tensor in run.tensors)
+        begin = run.first + one * unit
+        shape = (*coded[0].shape[:2], (last - one) * unit, run.codec.dim)
+        whole = torch.empty(shape, dtype=dtype, device=coded[0].device)
+        positions = stored.positions(begin, begin + shape[2])
+        run.codec.decode(coded, whole, positions, stored.bound)
+        parts.append(whole[:, :, first - begin : after - begin])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
