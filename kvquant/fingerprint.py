@@ -11,10 +11,11 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .errors import FingerprintError
-from .weight_samples import Sample, model_samples, sample
+from .weight_samples import Sample, checkpoint_samples, model_samples, sample
 
 LINEAGE_KEY = "kvquant_lineage"
 """Config entry of a merged model: what it was merged from."""
@@ -85,18 +86,32 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Fingerprint:
     """
     base = _base_model(model)
     weights = _hash_samples(model_samples(base))
-    adapters = _active_adapters(model)
-    lineage = getattr(base.config, LINEAGE_KEY, None)
-    if lineage and lineage["merged"] == weights:
-        weights = lineage["weights"]
-        adapters = sorted([*adapters, *lineage["adapters"]])
+    weights, adapters = _origin(base.config, weights, _active_adapters(model))
     template = getattr(tokenizer, "chat_template", None)
     return Fingerprint(
         weights=weights,
-        adapters=tuple(adapters),
+        adapters=adapters,
         tokenizer="" if tokenizer is None else _hash_json(_vocabulary(tokenizer)),
         chat_template=_hash_json(template) if template else "",
     )
+
+
+def checkpoint_fingerprint(directory: Path) -> Fingerprint | None:
+    """Identity of the model in `directory`, as `fingerprint` gives it once that is loaded.
+
+    Only config.json, the headers of the weight files and the sampled values are read.
+
+    Returns:
+        None where that cannot be told, such as for quantized weights: then load the model.
+
+    Raises:
+        FileFormatError: A weight file that is cut short, or an index that is none.
+    """
+    skeleton = _skeleton(directory)
+    samples = None if skeleton is None else checkpoint_samples(skeleton)
+    if samples is None:
+        return None
+    return Fingerprint(*_origin(skeleton.config, _hash_samples(samples), []))
 
 
 def record_lineage(merged: Any, origin: Fingerprint) -> None:
@@ -114,6 +129,41 @@ def record_lineage(merged: Any, origin: Fingerprint) -> None:
             "adapters": list(origin.adapters),
         },
     )
+
+
+def _origin(config: Any, weights: str, adapters: list[str]) -> tuple[str, tuple[str, ...]]:
+    """Weights and adapters; of a merged model that records its lineage, those of its parts."""
+    lineage = getattr(config, LINEAGE_KEY, None)
+    if lineage and lineage["merged"] == weights:
+        weights, adapters = lineage["weights"], [*adapters, *lineage["adapters"]]
+    return weights, tuple(sorted(adapters))
+
+
+def _skeleton(directory: Path) -> Any:
+    """The model that loading `directory` gives, but on the meta device, without values.
+
+    None where it is quantized, so that loading makes other tensors of those on disk, and where it
+    cannot be built: what is wrong then is for the one to say who loads it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if getattr(config, "quantization_config", None):
+            return None
+        causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        auto_class = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        with torch.device("meta"):
+            return auto_class.from_config(config)
+    except Exception:
+        return None
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _base_model(model: Any) -> Any:

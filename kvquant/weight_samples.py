@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import FingerprintError
+from .errors import FileFormatError, FingerprintError
+from .tensor_files import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,29 @@ def model_samples(base: Any) -> list[Sample]:
     return sorted((samples | _unrounded(samples, base)).values(), key=lambda found: found.name)
 
 
+def checkpoint_samples(skeleton: Any) -> list[Sample] | None:
+    """What `model_samples` gives for the model that a checkpoint loads as, without loading it.
+
+    Args:
+        skeleton: The model without values, on the meta device; `skeleton.name_or_path` is the
+            checkpoint's directory.
+
+    Returns:
+        None where a tensor of the model is not in the checkpoint, or is stored in another way than
+        is known here.
+    """
+    stored = _stored_tensors(skeleton)
+    samples = {}
+    for name, module, key in _own_tensors(skeleton):
+        shape = tuple(getattr(module, key).shape)
+        values = _stored_values(name, shape, stored)
+        if values is None:
+            return None
+        samples[name] = Sample(name, shape, values)
+    _leave_out_tied_output(samples, skeleton)
+    return sorted(samples.values(), key=lambda found: found.name)
+
+
 def sample(name: str, tensor: torch.Tensor) -> Sample:
     """`SAMPLES_PER_TENSOR` values spread evenly over the flattened tensor, on the CPU.
 
@@ -67,9 +91,15 @@ def _positions(numel: int) -> torch.Tensor:
 
 
 def _samples_in_memory(base: Any) -> Iterator[Sample]:
+    for name, module, attribute in _own_tensors(base):
+        yield sample(name, _tensor(module, attribute))
+
+
+def _own_tensors(base: Any) -> Iterator[tuple[str, Any, str]]:
+    """Each tensor that a checkpoint of the model holds: its name, its module, its name there."""
     for path, module in _own_modules(base):
-        for name in _persistent_tensors(module):
-            yield sample(_joined(path, name), _tensor(module, name))
+        for attribute in _persistent_tensors(module):
+            yield _joined(path, attribute), module, attribute
 
 
 def _tensor(module: Any, name: str) -> torch.Tensor:
@@ -123,7 +153,7 @@ def _unrounded(samples: dict[str, Sample], base: Any) -> dict[str, Sample]:
     stored = _stored_tensors(base) if narrow else {}
     found = {}
     for held in narrow:
-        values = _stored_values(held, stored)
+        values = _stored_values(held.name, held.shape, stored)
         if values is None:
             continue
         if not values.to(held.values.dtype).equal(held.values):
@@ -136,48 +166,97 @@ def _unrounded(samples: dict[str, Sample], base: Any) -> dict[str, Sample]:
 class _Stored:
     """A tensor in a checkpoint file, and how to read the values at some flat positions."""
 
-    numel: int
+    shape: tuple[int, ...]
     read: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _stored_values(held: Sample, stored: Mapping[str, _Stored]) -> torch.Tensor | None:
-    """The values of `held` in the checkpoint, None if they are not there."""
+def _stored_values(
+    name: str, shape: tuple[int, ...], stored: Mapping[str, list[_Stored]]
+) -> torch.Tensor | None:
+    """The sampled values of a model's tensor in the checkpoint, None if they are not there."""
     import torch
 
-    parts = [held.name] if held.name in stored else _expert_names(held)
-    numel = math.prod(held.shape)
-    found = all(part in stored and stored[part].numel * len(parts) == numel for part in parts)
-    if not parts or not numel or not found:
+    parts, numel = stored.get(name, []), math.prod(shape)
+    if not parts or not numel:
         return None
-    positions, size = _positions(numel), numel // len(parts)
+    size = numel // len(parts)
+    if any(math.prod(part.shape) != size for part in parts) or size * len(parts) != numel:
+        return None
+    if len(parts) == 1 and parts[0].shape != shape:
+        return None
+    positions = _positions(numel)
     owners = positions // size
     return torch.cat(
         [
-            stored[parts[part]].read(positions[owners == part] - part * size)
+            parts[part].read(positions[owners == part] - part * size)
             for part in sorted(set(owners.tolist()))
         ]
     )
 
 
-def _expert_names(held: Sample) -> list[str]:
-    """Checkpoint names of experts that Transformers joins in one ``[experts, rows, columns]``."""
-    stem, _, last = held.name.rpartition(".")
-    joined = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
-    return [f"{stem}.{expert}.{part}.weight" for expert in range(held.shape[0]) for part in joined]
-
-
-def _stored_tensors(base: Any) -> dict[str, _Stored]:
+def _stored_tensors(base: Any) -> dict[str, list[_Stored]]:
     """What the checkpoint that `base` was loaded from holds, under the model's names.
 
-    The bare decoder of a model has the same tensors without its prefix.
+    A tensor of the model may be several in the checkpoint that follow each other in its memory. Of
+    tied ones the checkpoint needs to hold one.
     """
     files: dict[str, _Stored] = {}
     for file in _checkpoint_files(base):
         files |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-    prefix = f"{base.base_model_prefix}."
-    longer = {f"{prefix}{name}": entry for name, entry in files.items()}
-    shorter = {name.removeprefix(prefix): entry for name, entry in files.items()}
-    return longer | shorter | files
+    if not files:
+        return {}
+    found = {name: [files[part] for part in parts] for name, parts in _parts(base, files).items()}
+    own = [(name, id(getattr(module, key))) for name, module, key in _own_tensors(base)]
+    tied = {tensor: found[name] for name, tensor in own if name in found}
+    return {name: found.get(name, tied[tensor]) for name, tensor in own if tensor in tied}
+
+
+def _parts(base: Any, stored: Iterable[str]) -> dict[str, list[str]]:
+    """Checkpoint names of what makes up each of the model's tensors, in the order of its memory.
+
+    Transformers renames tensors when it loads them, and joins experts: ``[experts, rows,
+    columns]`` is the gate of the first expert, then its up projection, then the second's gate.
+    Tensors that it joins or changes in another way are left out.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    transforms = get_model_conversion_mapping(base)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    own = {name: True for name, _, _ in _own_tensors(base)}
+    prefix = base.base_model_prefix
+    found: dict[str, dict[str | None, list[str]]] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, pattern = name, None
+        found.setdefault(target, {}).setdefault(pattern, []).append(name)
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    parts = {name: _in_order(found[name], by_pattern) for name in own if name in found}
+    return {name: names for name, names in parts.items() if names}
+
+
+def _in_order(sources: Mapping[str | None, list[str]], converters: Mapping[str, Any]) -> list[str]:
+    """Names in `sources`, sorted by the pattern that they match, as they follow in memory.
+
+    Empty where they do not simply follow each other.
+    """
+    patterns = [pattern for pattern in sources if pattern is not None]
+    if not patterns:
+        return sources[None][:1]
+    converter = converters[patterns[0]]
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    expected = [("MergeModulelist", 0), ("Concatenate", 1)][: len(converter.source_patterns)]
+    lists = [sources.get(pattern, []) for pattern in converter.source_patterns]
+    if None in sources or steps != expected or len({*map(len, lists)}) != 1:
+        return []
+    return [name for expert in zip(*lists, strict=True) for name in expert]
 
 
 def _checkpoint_files(base: Any) -> list[Path]:
@@ -195,9 +274,15 @@ def _checkpoint_files(base: Any) -> list[Path]:
             continue
         if not name.endswith(".json"):
             return [file]
-        shards = sorted(set(json.loads(file.read_text())["weight_map"].values()))
-        return [shard for name in shards if (shard := _local_file(base, name))]
+        return [shard for name in _shards(file) if (shard := _local_file(base, name))]
     return []
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise FileFormatError(f"cannot read {index}: {error!r}") from error
 
 
 def _local_file(base: Any, name: str) -> Path | None:
@@ -223,17 +308,10 @@ def _safetensors(file: Path) -> dict[str, _Stored]:
     import torch
 
     dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
     return {
-        name: _Stored(
-            math.prod(entry["shape"]),
-            partial(_read, file, 8 + length + entry["data_offsets"][0], dtypes[entry["dtype"]]),
-        )
-        for name, entry in header.items()
-        if entry["dtype"] in dtypes
+        name: _Stored(tensor.shape, partial(_read, file, tensor.start, dtypes[tensor.dtype]))
+        for name, tensor in read_header(file).tensors.items()
+        if tensor.dtype in dtypes
     }
 
 
@@ -255,6 +333,6 @@ def _pickled(file: Path) -> dict[str, _Stored]:
     # Files older than PyTorch 1.6 are no zip archives and have to be read whole.
     tensors = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     return {
-        name: _Stored(tensor.numel(), tensor.reshape(-1).__getitem__)
+        name: _Stored(tuple(tensor.shape), tensor.reshape(-1).__getitem__)
         for name, tensor in tensors.items()
     }

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import logging
 
-from kvquant.errors import FingerprintError
-from kvquant.fingerprint import Fingerprint, fingerprint, record_lineage
+from kvquant.errors import FileFormatError, FingerprintError
+from kvquant.fingerprint import Fingerprint, checkpoint_fingerprint, fingerprint, record_lineage
 from kvquant.models.adapters import activate, attach, merge
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -253,6 +255,310 @@ def test_a_merged_model_without_lineage_is_one_of_its_own(
     vars(merged.config).pop("kvquant_lineage")
     assert fingerprint(merged).weights != origin.weights
     assert fingerprint(merged).adapters == ()
+
+
+# Checkpoints, without loading them
+
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "phi3",
+    "gpt2",
+    "gemma2",
+    "cohere",
+    "gpt_oss",
+    "deepseek",
+    "deepseek_v32",
+    "qwen3_next",
+    "llama4_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "falcon_h1",
+    "lfm2",
+]
+SHARDED = {"max_shard_size": "20KB"}
+
+
+def mixtral() -> Any:
+    """Its experts have other names on disk than those of the other families."""
+    config = AutoConfig.for_model(
+        "mixtral",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=12,  # the tenth comes after the ninth, not after the first
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def gemma3() -> Any:
+    """A model of text and images; on disk its parts have the names of older versions."""
+    text = {
+        "model_type": "gemma3_text",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "options"), [(torch.float32, SHARDED), (torch.bfloat16, {})], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_is_the_model_that_it_loads_as(
+    tiny: Callable[..., Any],
+    tmp_path: Path,
+    name: str,
+    stored: torch.dtype,
+    options: dict[str, str],
+) -> None:
+    """gpt2, gemma2, cohere and lfm2 tie their embeddings; some families join experts."""
+    model = tiny(name).to(stored)
+    model.save_pretrained(tmp_path, **options)
+    found = checkpoint_fingerprint(tmp_path)
+    assert found == fingerprint(model)
+    assert found == fingerprint(load(tmp_path, DTYPES[stored == DTYPES[0]]))
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [mixtral, gemma3])
+def test_names_that_loading_changes(
+    tmp_path: Path, make: Callable[[], Any], stored: torch.dtype
+) -> None:
+    """What a model rounds when it is loaded comes from the checkpoint under these names too."""
+    model = make().to(stored)
+    model.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert len(names - model.state_dict().keys()) > 20
+    found = checkpoint_fingerprint(tmp_path)
+    assert found == fingerprint(model)
+    for dtype in DTYPES:
+        assert found == fingerprint(type(model).from_pretrained(tmp_path, dtype=dtype))
+
+
+def test_names_of_the_bare_decoder(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    """GPT-2's checkpoint on the hub is one."""
+    model = tiny("gpt2")
+    model.transformer.save_pretrained(tmp_path)
+    assert "h.0.attn.c_attn.weight" in load_file(tmp_path / "model.safetensors")
+    assert checkpoint_fingerprint(tmp_path) is not None
+    assert checkpoint_fingerprint(tmp_path) == fingerprint(load(tmp_path))
+
+
+def test_a_pickled_checkpoint(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    model = tiny("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert checkpoint_fingerprint(tmp_path) == fingerprint(model)
+
+
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("kept", ["both", "input", "output"])
+@pytest.mark.parametrize("same", [False, True])
+def test_embeddings_tied_or_not(
+    tiny: Callable[..., Any], tmp_path: Path, configured: bool, kept: str, same: bool
+) -> None:
+    """Whatever the config says and the checkpoint holds of the two."""
+    model = tiny("llama", tie_word_embeddings=configured)
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    inputs = held["model.embed_tokens.weight"]
+    held["lm_head.weight"] = inputs.clone() if same else inputs + 1
+    if kept != "both":
+        del held["lm_head.weight" if kept == "input" else "model.embed_tokens.weight"]
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = checkpoint_fingerprint(tmp_path)
+    if not configured and kept != "both":
+        assert found is None  # half of the model is missing
+        return
+    for dtype in DTYPES:
+        assert found == fingerprint(load(tmp_path, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_merged_checkpoint_keeps_the_identity_of_its_parts(
+    tiny: Callable[..., Any], tmp_path: Path, tied: bool, dtype: torch.dtype
+) -> None:
+    tiny("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    trained(tiny("llama")).save_pretrained(tmp_path / "adapter")
+    live = attach(load(tmp_path / "base", dtype), [tmp_path / "adapter"])
+    origin = fingerprint(live)
+    assert len(origin.adapters) == 1
+    merge(live, ["adapter"]).save_pretrained(tmp_path / "merged", **SHARDED)
+    assert checkpoint_fingerprint(tmp_path / "merged") == origin
+    base = checkpoint_fingerprint(tmp_path / "base")
+    assert base == replace(origin, adapters=())
+    # Trained further, it is a model of its own.
+    further = load(tmp_path / "merged", dtype)
+    step(further.requires_grad_(True))
+    further.save_pretrained(tmp_path / "further")
+    found = checkpoint_fingerprint(tmp_path / "further")
+    assert found == fingerprint(load(tmp_path / "further", dtype))
+    assert found is not None
+    assert found.adapters == ()
+    assert found.weights != origin.weights
+
+
+def test_every_tensor_of_a_checkpoint_counts(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    tiny("deepseek").save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    found = {checkpoint_fingerprint(tmp_path)}
+    for name, tensor in held.items():
+        changed = {**held, name: tensor + 1}
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        found.add(checkpoint_fingerprint(tmp_path))
+    assert len(found) == len(held) + 1
+    assert None not in found
+
+
+def transposed(directory: Path) -> None:
+    held = load_file(directory / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    held[name] = held[name].T.contiguous()
+    save_file(held, directory / "model.safetensors")
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        held = load_file(directory / "model.safetensors")
+        del held[name]
+        save_file(held, directory / "model.safetensors")
+
+    return spoil
+
+
+def configured(**settings: Any) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        values = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**values, **settings}))
+
+    return spoil
+
+
+def in_another_dtype(dtype: torch.dtype) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        held = load_file(directory / "model.safetensors")
+        name = "model.layers.0.self_attn.o_proj.weight"
+        save_file({**held, name: held[name].to(dtype)}, directory / "model.safetensors")
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without("model.layers.1.self_attn.kv_a_proj_with_mqa.weight"),
+        without("model.layers.1.mlp.experts.2.up_proj.weight"),
+        without("model.layers.1.mlp.gate.e_score_correction_bias"),
+        configured(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        configured(quantization_config={"quant_method": "no such method"}),
+        configured(model_type="no such model"),
+        configured(hidden_size=32),
+        configured(n_routed_experts=2, n_group=1),
+        configured(num_hidden_layers=3),
+        in_another_dtype(torch.float8_e4m3fn),
+        in_another_dtype(torch.int8),
+        transposed,
+        lambda directory: (directory / "config.json").unlink(),
+        lambda directory: (directory / "config.json").write_text("{"),
+        lambda directory: (directory / "model.safetensors").unlink(),
+        lambda directory: shutil.rmtree(directory),
+    ],
+)
+def test_what_cannot_be_told_is_not_guessed(
+    tiny: Callable[..., Any], tmp_path: Path, spoil: Callable[[Path], Any]
+) -> None:
+    tiny("deepseek").save_pretrained(tmp_path / "model")
+    assert checkpoint_fingerprint(tmp_path / "model") is not None
+    spoil(tmp_path / "model")
+    assert checkpoint_fingerprint(tmp_path / "model") is None
+
+
+def test_a_checkpoint_that_was_cut_short(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(FileFormatError, match=r"model\.safetensors cannot be read"):
+        checkpoint_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": null}']
+)
+def test_an_index_that_is_none(tiny: Callable[..., Any], tmp_path: Path, content: str) -> None:
+    tiny("llama").save_pretrained(tmp_path, **SHARDED)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(FileFormatError, match=r"cannot read .*index\.json"):
+        checkpoint_fingerprint(tmp_path)
+
+
+def test_looking_at_a_checkpoint_changes_nothing(
+    tiny: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tiny("phi3_longrope").save_pretrained(tmp_path)
+    tiny("llama", torch_dtype="bfloat16").config.save_pretrained(tmp_path / "broken")
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before = torch.get_rng_state(), torch.get_default_dtype(), logging.get_verbosity()
+    capfd.readouterr()
+    assert checkpoint_fingerprint(tmp_path) is not None
+    assert checkpoint_fingerprint(tmp_path / "broken") is None
+    assert capfd.readouterr() == ("", "")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.get_default_dtype(), logging.get_verbosity()) == before[1:]
+    assert torch.empty(1).device == torch.device("cpu")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux to count bytes read")
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_of_a_checkpoint_only_samples_are_read(
+    tiny: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    tiny(name, vocab_size=30_000).save_pretrained(tmp_path)
+    checkpoint_fingerprint(tmp_path)  # imports what it needs
+    before = bytes_read()
+    checkpoint_fingerprint(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size > 15_000_000
+    assert bytes_read() - before < 300_000
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+@pytest.mark.real_model
+def test_smollm2_is_told_from_its_files() -> None:
+    from kvquant.models.loading import load as load_source
+    from kvquant.models.loading import make_local, resolve
+
+    source = make_local(resolve("smollm2"), print)
+    loaded = load_source(source, device="cpu", notify=print)
+    found = checkpoint_fingerprint(Path(source.model))
+    assert found is not None
+    assert found == fingerprint(loaded.model)
+    rounded = load_source(source, device="cpu", dtype="bfloat16", notify=print)
+    assert found == fingerprint(rounded.model)
 
 
 # Tokenizer and chat template
