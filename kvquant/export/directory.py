@@ -35,6 +35,9 @@ _COPIED_BELOW = ("additional_chat_templates/*.jinja",)
 _NOT_COPIED = (CONFIG, RECORD, "adapter_config.json", "trainer_state.json")
 """Written anew, or of no use without files that do not come along."""
 
+_LARGE = 1 << 17
+"""Bytes from which a file of the base is linked like weights: a tokenizer's vocabulary."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -92,10 +95,11 @@ def write_export(
     needed += plan.linked_nbytes() if copy else 0
     with _staging(target, output, needed) as staging:
         weights = _write_weights(plan, staging, copy=copy, notify=notify)
+        large = _place_large_files(checkpoint, staging, set(small), copy=copy)
         for name, content in small.items():
             _write(staging / name, content)
         files = sorted(p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file())
-        linked = () if weights is LinkMode.COPY else plan.linked
+        linked = set() if copy else {*large, *(plan.linked if weights is not LinkMode.COPY else ())}
         new_bytes = sum((staging / name).stat().st_size for name in files if name not in linked)
     remarks = _remarks(plan, weights, checkpoint.directory)
     return Written(output, tuple(files), weights, new_bytes, remarks)
@@ -191,7 +195,11 @@ def _small_files(
 ) -> dict[str, bytes]:
     """Everything but weights: the base's own files, then what the export sets, by name."""
     base = checkpoint.directory
-    files = {path.relative_to(base).as_posix(): _read(path) for path in _companions(base)}
+    files = {
+        path.relative_to(base).as_posix(): _read(path)
+        for path in _companions(base)
+        if path.stat().st_size < _LARGE
+    }
     files |= contribution.files
     files[CONFIG] = _json({**checkpoint.config, **contribution.config})
     files[RECORD] = _json(record)
@@ -200,6 +208,20 @@ def _small_files(
     elif checkpoint.index is not None:
         files[INDEX] = _read(base / INDEX)
     return files
+
+
+def _place_large_files(
+    checkpoint: Checkpoint, staging: Path, written: set[str], *, copy: bool
+) -> list[str]:
+    """Brings vocabularies along as weights are: they too can have many megabytes."""
+    base, placed = checkpoint.directory, []
+    for path in _companions(base):
+        name = path.relative_to(base).as_posix()
+        if path.stat().st_size >= _LARGE and name not in written:
+            (staging / name).parent.mkdir(exist_ok=True)
+            place(Path(os.path.realpath(path)), staging / name, copy=copy)
+            placed.append(name)
+    return placed
 
 
 def _companions(base: Path) -> list[Path]:

@@ -58,7 +58,7 @@ def write_merged(
     dtype = stored_dtype(checkpoint)
     from kvquant.fingerprint import fingerprint
     from kvquant.models.adapters import merge
-    from kvquant.models.loading import load
+    from kvquant.models.loading import load, quiet
     from kvquant.models.switching import adapter_names
 
     notify(f"merging {', '.join(source.adapters)} into {source.base or source.model}")
@@ -66,7 +66,8 @@ def write_merged(
     check(fingerprint(loaded.model, loaded.tokenizer))
     merged = merge(loaded.model, adapter_names(loaded.model))
     try:
-        merged.save_pretrained(directory)
+        with quiet():
+            merged.save_pretrained(directory)
         loaded.tokenizer.save_pretrained(directory)
     except OSError as error:
         raise ExportError(

@@ -22,10 +22,8 @@ from .verify_scales import scale_findings
 
 ENGINE = "vLLM"
 _BASE_PATH = ("fp8", "quark", *config.MODELOPT)
-_ALGORITHMS = (
-    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MXFP8", "MIXED_PRECISION"),
-)
 _FALLBACK_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
+_ALGORITHMS = (*_FALLBACK_ALGORITHMS, "MXFP8", "MIXED_PRECISION")
 _SKIPPED = re.compile(r"--kv-cache-dtype-skip-layers((?: (?:\d+|sliding_window))+)")
 _RECORD = "kvquant_export.json"
 

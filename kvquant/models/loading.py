@@ -81,7 +81,7 @@ def load(
     """
     placement, torch_dtype = _placement(dtype, device, device_map)
     source = make_local(source, notify)
-    with _quiet():
+    with quiet():
         auto_class = _auto_class(source)
         tokenizer = load_tokenizer(source)
         model, missing = _read_weights(source, auto_class, placement, torch_dtype)
@@ -120,7 +120,7 @@ def _read_tokenizer(directory: Path, name: str, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        with _quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False, **options
             )
@@ -199,7 +199,7 @@ def _write_checkpoint(source: ModelSource, directory: Path) -> None:
     """
     import torch
 
-    with _quiet():
+    with quiet():
         model, missing = _read_weights(source, _auto_class(source), {}, torch.float32)
         _check_weights(model, missing, source)
         vars(model.config).pop("quantization_config", None)  # makes save_pretrained refuse
@@ -299,7 +299,7 @@ def _check_weights(model: Any, missing: Iterable[str], source: ModelSource) -> N
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps Transformers' progress bars and notices off the terminal."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging

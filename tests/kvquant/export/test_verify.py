@@ -272,12 +272,16 @@ def test_layers_that_the_record_leaves_exact_need_no_scales(
     export: Callable[..., Export],
 ) -> None:
     made = export(COMPRESSED_TENSORS, "gemma3_text").add(LLAMA, [0, 5])
+    made.scales.pop(f"{LLAMA.format(0)}.k_scale")
+    assert "layer 0: vLLM finds" in serious(verify(made.write(), "vllm"))[0]
+    made.add(LLAMA, [0])
     record = {"launch": ["vllm serve DIR --kv-cache-dtype-skip-layers 1 2 3 4"]}
     assert "layer 1" in serious(verify(made.write(), "vllm"))[0]
     (made.path / "kvquant_export.json").write_text(json.dumps(record))
     report = verify(made.path, "vllm")
     assert report.ok
     assert [layer.source for layer in report.layers[:2]] == ["checkpoint", "not quantized"]
+    assert report.layers[1].key_scale == report.layers[1].value_scale == ()
     record = {"launch": ["vllm serve DIR --kv-cache-dtype-skip-layers sliding_window"]}
     (made.path / "kvquant_export.json").write_text(json.dumps(record))
     assert verify(made.path, "vllm").ok
@@ -603,6 +607,61 @@ def check_new(report: VerifyReport, before: tuple[Finding, ...], expected: list[
         left.remove(found[0])
     assert [finding.what for finding in left] == []
     assert report.ok is not any(wanted.serious for wanted in expected)
+
+
+def _nothing(made: Export) -> None:
+    pass
+
+
+SERVED: list[tuple[str, Callable[[Export], Any], tuple[Any, ...]]] = [
+    ("vllm", _nothing, (K1, V1, 0.26, 0.135, "checkpoint")),
+    ("vllm", _pop(K1, V1), (None, None, 1.0, 1.0, "default 1.0")),
+    ("vllm", _pop(V1), (K1, None, 0.26, 1.0, "checkpoint and 1.0")),
+    ("vllm", _pop(K1), (None, V1, 1.0, 0.135, "checkpoint and 1.0")),
+    ("vllm", _scheme(type="int"), (None, None, None, None, "not loaded")),
+    ("vllm fp8", _pop(K1, V1), (None, None, 1.0, 1.0, "default 1.0")),
+    ("vllm fp8", _pop(V1), (K1, None, 0.26, 0.26, "checkpoint, one for both")),
+    ("vllm fp8", _pop(K1), (None, V1, None, None, "does not load")),
+    ("sglang", _pop(V1), (K1, None, 0.26, 0.26, "checkpoint, one for both")),
+    ("sglang", _pop(K1), (None, V1, None, None, "does not load")),
+    ("tensorrt-llm", _nothing, (None, None, 1.0, 1.0, "1.0 by design")),
+    ("tensorrt-llm-nvfp4", _pop(KP1, VP1), (None, None, 1.0, 1.0, "default 1.0")),
+    ("tensorrt-llm-nvfp4", _pop(VP1), (KP1, None, None, None, "does not load")),
+    ("tensorrt-llm-nvfp4", _pop(KP1), (None, VP1, None, None, "does not load")),
+    ("tgi", _pop(V1), (K1, None, 1.0, 1.0, "default 1.0")),
+    ("tgi", _fused, (f"{LLAMA.format(1)}.kv_scale",) * 2 + (0.26, 0.26, "checkpoint")),
+    ("transformers", _pop(V1), (K1, None, 0.26, None, "uninitialised memory")),
+    ("transformers", _pop(K1, V1), (None, None, None, None, "uninitialised memory")),
+    ("transformers", _set(K1, [3], np.int32), (K1, V1, None, 0.135, "checkpoint")),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "change", "expected"),
+    SERVED,
+    ids=[f"{engine}-{number}" for number, (engine, _, _) in enumerate(SERVED)],
+)
+def test_what_a_layer_is_served_with(
+    llama: Callable[..., Export],
+    engine: str,
+    change: Callable[[Export], Any],
+    expected: tuple[Any, ...],
+) -> None:
+    made = llama(engine)
+    change(made)
+    layer = verify(made.write(), engine.split()[0]).layers[1]
+    scales = [None if not found else found[0] for found in (layer.key_scale, layer.value_scale)]
+    rounded = [None if scale is None else round(scale, 6) for scale in scales]
+    assert (layer.key, layer.value, *rounded, layer.source) == expected
+
+
+def test_a_class_that_stops_loads_nothing(export: Callable[..., Export]) -> None:
+    made = export(COMPRESSED_TENSORS, "gpt2").add("transformer.h.{}.attn", [0, 1], INNER)
+    made.add("transformer.h.{}.attn", [0])
+    report = verify(made.write(), "sglang")
+    assert [layer.source for layer in report.layers] == ["does not load"] * 2
+    (found,) = serious(report)
+    assert "transformer.h.0.attn.k_scale, transformer.h.0.attn.v_scale" in found
 
 
 def _rewrite_index(made: Export, change: Callable[[dict[str, str]], Any]) -> None:
