@@ -13,7 +13,17 @@ from click import Command
 import kvquant
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = {"calibrate", "check", "drift", "inspect", "merge", "plan", "solve"}
+COMMANDS = {
+    "calibrate",
+    "check",
+    "drift",
+    "export",
+    "inspect",
+    "merge",
+    "plan",
+    "solve",
+    "verify",
+}
 
 
 def imported_by(statement: str) -> set[str]:
