@@ -54,6 +54,12 @@ step "Does greedy decoding with a cache give the same tokens on this model? What
     "$kvquant" check smollm2 --scheme none --scheme int4 --prompt-tokens 96 --tokens 8
 step "The fine-tune goes on with Python source: its own cache, fp8 and int4 with its own scales" \
     "${PYTHON:-python}" examples/generate.py --model smollm2 --adapter "$adapter" \
-    --scales "$out/fine-tune" --prompt-file "$(ls "$out"/python-source/*.txt | head -1)"
+    --scales "$out/fine-tune" --prompt-tokens 2048 \
+    --prompt-file "$(ls -S "$out"/python-source/*.txt | head -1)"
+rm -rf "$out/served"
+step "Scales that serving engines load: links to the weights, a small file beside them" \
+    "$kvquant" export --model smollm2 --scales "$out/base" --engine all --output "$out/served"
+step "Would vLLM find them all?" \
+    "$kvquant" verify "$out/served" --engine vllm
 
 printf '\nPictures and scales are in %s/\n' "$out"

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from kvquant.cli import kvquant, run
 
@@ -77,8 +78,10 @@ def test_python_of_the_readme_runs(
     assert snippets
     ids = torch.arange(3, 40)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    given = {"model": model, "inputs": inputs, "tokenizer": tokenizer}
     for snippet in snippets:
-        exec(snippet, {"model": model, "inputs": inputs})
+        exec(snippet, dict(given))
 
 
 def test_every_command_and_option_says_what_it_does() -> None:
