@@ -86,7 +86,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     return str(args.prompt_file.read_text(encoding="utf-8"))
 
 
-class Clock(BaseStreamer):
+class Clock(BaseStreamer):  # type: ignore[misc]
     """Notes when tokens come."""
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ class TensorHandle(torch.Tensor):
             dtype: Of the model.
             device: Of the model.
         """
-        made: TensorHandle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: TensorHandle = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device
         )
         made.reading, made.slot = reading, slot
@@ -81,12 +81,16 @@ class TensorHandle(torch.Tensor):
         name = "values" if self.slot == VALUE else "keys"
         return f"TensorHandle({name} {list(self.shape)} {self.dtype})"
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        """A copy of the tensor that it stands for."""
+        return self.materialize().clone()
+
     def materialize(self) -> torch.Tensor:
         """The tensor that it stands for."""
         return self.reading.read(self.slot)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Any operation gets the tensors that the handles stand for."""

@@ -105,6 +105,8 @@ def _load_queries(job: Any, work: int, row: int, head: int) -> None:
     for place in range(0, job.rows * pitch, 4 * LANES):
         store_vector(rows + place, splat(0.0))
         store_vector(work + job.turned_queries + place, splat(0.0))
+    for query in range(job.rows):
+        store_float(work + job.totals + 4 * query, 0.0)
     for query in range(job.query_count):
         source = job.query + row * job.query_batch + query % job.new * job.query_token
         source += (head * job.group + query // job.new) * job.query_head

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,8 +52,12 @@ def refusal(query: torch.Tensor, stored: StoredRows) -> str | None:
     if query.stride(3) != 1:
         return "queries have gaps"
     for one in (*stored.keys, *stored.values):
-        if not _is_coded(one) and one.tensors[0].dtype not in _KINDS:
-            return f"exact tokens are {one.tensors[0].dtype}"
+        if not _is_coded(one):
+            exact = one.held[0]
+            if exact.dtype not in _KINDS:
+                return f"exact tokens are {exact.dtype}"
+            if exact.stride(3) != 1:
+                return "exact tokens have gaps"
     if any(one.codec is not None and turns(one.codec.center) for one in stored.values):
         return "values have a mean that turns"
     return None
@@ -74,25 +77,84 @@ def attend(
         ``[rows, heads, new, value_dim]``, in the dtype of `query`; a view of
         ``[rows, new, heads, value_dim]``.
     """
-    rows, heads, new, key_dim = query.shape
-    kv_heads = stored.keys[0].tensors[0].shape[1]
-    key_codec, value_codec = _codec(stored.keys), _codec(stored.values)
-    value_dim = value_codec.dim if value_codec else stored.values[0].tensors[0].shape[3]
-    out = query.new_empty((rows, new, heads, value_dim)).transpose(1, 2)
-    job = AttendJob()
-    job.kv_heads, job.group, job.new = kv_heads, heads // kv_heads, new
-    job.query_count = job.group * new
-    job.rows = -(-job.query_count // QUAD) * QUAD
-    job.key_dim, job.value_dim = key_dim, value_dim
-    job.key_pitch, job.value_pitch = _pitch(key_dim), _pitch(value_dim)
+    rows, heads, new, _ = query.shape
+    template = _template(query, stored)
+    job = AttendJob.from_buffer_copy(template.job)
+    out = query.new_empty((rows, new, heads, job.value_dim)).transpose(1, 2)
     job.past, job.window = stored.past, stored.window or 0
     job.scaling, job.softcap, job.has_softcap = scaling, softcap or 0.0, softcap is not None
     held = [_place_calls(job, query, out), _place_sinks(job, sinks)]
-    held += _place_runs(job, stored, rows)
-    held += _place_codecs(job, stored, key_codec, value_codec)
-    run(attend_tasks, SIGNATURE, job, rows * heads * (stored.past + new) * key_dim)
+    held += _place_runs(job, stored, rows, template.span)
+    if job.pairs:
+        held += _place_angles(job, stored)
+    run(attend_tasks, SIGNATURE, job, rows * heads * (stored.past + new) * job.key_dim)
     del held  # addresses in the job were of these
     return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Template:
+    """A job that lacks only what changes from call to call.
+
+    Attributes:
+        job: The job.
+        span: Tokens of a span.
+        held: What addresses in the job are of.
+    """
+
+    job: AttendJob
+    span: int
+    held: tuple[object, ...]
+
+
+_templates: WeakKeyDictionary[Codec, dict[tuple[int, ...], _Template]] = WeakKeyDictionary()
+
+
+def _template(query: torch.Tensor, stored: StoredRows) -> _Template:
+    """The template of a layer, made once for each shape of its calls."""
+    key, value = _codec(stored.keys), _codec(stored.values)
+    plans = [None if codec is None else plan(codec) for codec in (key, value)]
+    exact = stored.values[-1].held[0]
+    shape = (*query.shape[1:], exact.shape[1], exact.shape[3])
+    owner = key or value
+    if owner is None:
+        return _make(shape, key, *plans)
+    known = _templates.setdefault(owner, {})
+    place = (*shape, *map(id, plans))
+    if place not in known:
+        known[place] = _make(shape, key, *plans)
+    return known[place]
+
+
+def _make(
+    shape: tuple[int, ...], key: Codec | None, key_plan: Plan | None, value_plan: Plan | None
+) -> _Template:
+    job, section = AttendJob(), 0
+    held: list[object] = [key_plan, value_plan]
+    heads, job.new, job.key_dim, job.kv_heads, job.value_dim = shape
+    job.group = heads // job.kv_heads
+    job.query_count = job.group * job.new
+    job.rows = -(-job.query_count // QUAD) * QUAD
+    job.key_pitch, job.value_pitch = _pitch(job.key_dim), _pitch(job.value_dim)
+    if key is not None and key_plan is not None:
+        job.key_plan = ctypes.addressof(key_plan.decoding)
+        job.key_coder = ctypes.addressof(key_plan.encoding)
+        section = key_plan.decoding.section
+        if turns(key.center):
+            assert key.center is not None
+            pairs = _turning_pairs(key.center)
+            job.pairs, job.pair_table = len(pairs), pairs.data_ptr()
+            held.append(pairs)
+    if value_plan is not None:
+        job.value_plan = ctypes.addressof(value_plan.decoding)
+        section = max(section, value_plan.decoding.section)
+    span = min(_LONGEST_SPAN, max(BLOCK, _SCORE_BYTES // 4 // job.rows // BLOCK * BLOCK))
+    # Scores are written up to a square beyond the last.
+    job.score_pitch = 4 * (span + BLOCK)
+    # Largest score and sum of weights of each query, then rows of sums.
+    job.partial_bytes = _whole_lines(job.rows * (8 + job.value_pitch))
+    _place_areas(job, FIRST_SECTION + SECTIONS * section)
+    return _Template(job, span, tuple(held))
 
 
 def _codec(runs: tuple[Run, ...]) -> Codec | None:
@@ -128,25 +190,20 @@ def _place_sinks(job: AttendJob, sinks: torch.Tensor | None) -> object:
     return logits
 
 
-def _place_runs(job: AttendJob, stored: StoredRows, rows: int) -> list[object]:
+def _place_runs(job: AttendJob, stored: StoredRows, rows: int, length: int) -> list[object]:
     """Runs, spans, and the memory that spans write to."""
     keys, values = (
         array("q", [number for one in runs for number in _numbers(one)])
         for runs in (stored.keys, stored.values)
     )
-    length = min(_LONGEST_SPAN, max(BLOCK, _SCORE_BYTES // 4 // job.rows // BLOCK * BLOCK))
     spans = array("q", [number for span in _spans(stored, length) for number in span])
     job.keys, job.key_runs = keys.buffer_info()[0], len(stored.keys)
     job.values, job.span_table = values.buffer_info()[0], spans.buffer_info()[0]
     job.spans = len(spans) // SPAN_NUMBERS
     job.tasks = rows * job.kv_heads * job.spans
-    # Scores are written up to a square beyond the last.
-    job.score_pitch = 4 * (length + BLOCK)
-    # Largest score and sum of weights of each query, then rows of sums.
-    job.partial_bytes = _whole_lines(job.rows * (8 + job.value_pitch))
     memory = torch.empty(job.tasks * job.partial_bytes, dtype=torch.uint8)
-    turns_taken = torch.zeros(rows * job.kv_heads, dtype=torch.int64)
-    job.partial, job.turns = memory.data_ptr(), turns_taken.data_ptr()
+    turns_taken = array("q", bytes(8 * rows * job.kv_heads))
+    job.partial, job.turns = memory.data_ptr(), turns_taken.buffer_info()[0]
     return [keys, values, spans, memory, turns_taken]
 
 
@@ -169,36 +226,20 @@ def _spans(stored: StoredRows, length: int) -> Iterator[tuple[int, int, int]]:
 def _numbers(one: Run) -> list[int]:
     """What describes a run, in the order of numba_job."""
     found = [one.first, one.stop, CODED if _is_coded(one) else EXACT]
-    codes = one.tensors[0]
-    size = codes.itemsize
-    batch, head, unit = (size * stride for stride in codes.stride()[:3])
-    found += [codes.data_ptr(), batch, head, unit, one.codec.row_bytes if one.codec else 0]
+    codes = one.held[0]
+    found += _place(codes, one.place)
+    found.append(one.codec.row_bytes if one.codec else 0)
     found.append(_KINDS.get(codes.dtype, 0))
-    for tensor in one.tensors[1:]:
-        strides = (tensor.itemsize * stride for stride in tensor.stride()[:3])
-        found += [tensor.data_ptr(), *strides]
+    for tensor in one.held[1:]:
+        found += _place(tensor, one.place)
     return found + [0] * (RUN_NUMBERS - len(found))
 
 
-def _place_codecs(
-    job: AttendJob, stored: StoredRows, key: Codec | None, value: Codec | None
-) -> list[object]:
-    """What is constant for the codecs, the table of angles, and a thread's memory."""
-    held: list[object] = []
-    section = 0
-    if key is not None:
-        planned = _planned(key)
-        job.key_plan = ctypes.addressof(planned.decoding)
-        job.key_coder = ctypes.addressof(planned.encoding)
-        section = planned.decoding.section
-        held += [planned, *_place_pairs(job, stored, key)]
-    if value is not None:
-        planned = _planned(value)
-        job.value_plan = ctypes.addressof(planned.decoding)
-        section = max(section, planned.decoding.section)
-        held.append(planned)
-    _place_areas(job, FIRST_SECTION + SECTIONS * section)
-    return held
+def _place(tensor: torch.Tensor, unit: int) -> tuple[int, int, int, int]:
+    """Address of a unit, and bytes from one row, KV head and unit to the next."""
+    size, strides = tensor.itemsize, tensor.stride()
+    step = size * strides[2]
+    return tensor.data_ptr() + unit * step, size * strides[0], size * strides[1], step
 
 
 def _place_areas(job: AttendJob, used: int) -> None:
@@ -226,12 +267,6 @@ def _place_areas(job: AttendJob, used: int) -> None:
     job.scratch = place
 
 
-def _planned(codec: Codec) -> Plan:
-    found = plan(codec)
-    assert found is not None
-    return found
-
-
 @dataclass(frozen=True)
 class _Columns:
     """Cosines and sines by pair and position, each pair a row; from a table by position."""
@@ -245,25 +280,20 @@ _columns: WeakKeyDictionary[object, _Columns] = WeakKeyDictionary()
 _pairs: WeakKeyDictionary[Center, torch.Tensor] = WeakKeyDictionary()
 
 
-def _place_pairs(job: AttendJob, stored: StoredRows, codec: Codec) -> list[object]:
-    """The rotary pairs whose mean turns, their angles, and the tokens' positions."""
-    center = codec.center
-    if not turns(center):
-        return []
-    assert center is not None and center.angles is not None
-    table, columns = _turning_pairs(center), _angles(center, stored.bound)
+def _place_angles(job: AttendJob, stored: StoredRows) -> list[object]:
+    """Cosines and sines by pair, and the tokens' positions."""
     coded = [one for one in stored.keys if _is_coded(one)]
-    first, stop = coded[0].first, coded[-1].stop
-    positions = stored.positions(first, stop)
+    codec, first, stop = coded[0].codec, coded[0].first, coded[-1].stop
+    assert codec is not None and codec.center is not None
+    columns, positions = _angles(codec.center, stored.bound), stored.positions(first, stop)
     assert positions is not None
-    job.pairs, job.pair_table = len(table), table.data_ptr()
     job.cos, job.sin = columns.cos.data_ptr(), columns.sin.data_ptr()
     job.angles_row = 4 * columns.cos.stride(0)
     size = job.positions_size = positions.itemsize
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
     job.positions, job.positions_first = positions.data_ptr(), first
     job.positions_batch = size * positions.stride(0)
-    return [table, columns, positions]
+    return [columns, positions]
 
 
 def _turning_pairs(center: Center) -> torch.Tensor:
@@ -297,9 +327,3 @@ def _turned_over(table: torch.Tensor) -> torch.Tensor:
     rows = table.new_zeros((table.shape[1], len(table) + BLOCK + LANES))
     rows[:, : len(table)] = table.T
     return rows
-
-
-@functools.cache
-def is_available() -> bool:
-    """Whether kernels can run on this machine."""
-    return True

@@ -30,19 +30,28 @@ class Run:
         first: Index of the first token.
         count: Number of tokens; whole units of `codec`.
         codec: How they are stored; None if exactly.
-        tensors: Views ``[rows, kv_heads, units, *field.shape]`` as `Codec.decode` takes them;
-            exact tokens are one tensor ``[rows, kv_heads, tokens, dim]``.
+        held: Tensors ``[rows, kv_heads, units or more, *field.shape]`` that they lie in, as
+            `Codec.decode` takes them; exact tokens are one tensor ``[rows, kv_heads, tokens or
+            more, dim]``.
+        place: Unit of those tensors that the run begins at.
     """
 
     first: int
     count: int
     codec: Codec | None
-    tensors: tuple[torch.Tensor, ...]
+    held: tuple[torch.Tensor, ...]
+    place: int = 0
 
     @property
     def stop(self) -> int:
         """Index after the last token."""
         return self.first + self.count
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Views of what the run holds, and no more; kernels go without."""
+        units = self.count if self.codec is None else self.count // self.codec.unit
+        return tuple(held.narrow(2, self.place, units) for held in self.held)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ TILE = 1024
 _SCORES = 1 << 25
 """Scores that are held at once, at most: 128 MB."""
 
+_TINY = 1e-30
+
 
 def attend(
     query: torch.Tensor,
@@ -65,7 +67,12 @@ def _attend_some(
     query = query[:, :, begin:end]
     rows, heads, count, dim = query.shape
     first, stop = stored.first_seen(begin), stored.past + (end if mask is None else stored.new)
-    total = top = sums = None
+    # What exp(-inf) and no value add up to; sinks are weights without a value.
+    shape = (rows, heads, count, 1)
+    top = query.new_full(shape, -torch.inf, dtype=torch.float32)
+    total, sums = torch.zeros_like(top), torch.zeros_like(top)
+    if sinks is not None:
+        top, total = _logits(sinks).expand(shape), torch.ones_like(top)
     for start in range(first, stop, TILE):
         after = min(start + TILE, stop)
         keys, values = (
@@ -80,19 +87,16 @@ def _attend_some(
         scores = scores.view(rows, heads, count, -1)
         _hide(scores, stored, begin, start, after, mask)
         highest = scores.amax(-1, keepdim=True)
-        if top is None or total is None or sums is None:
-            top = highest if sinks is None else torch.maximum(highest, _logits(sinks))
-            total = 0.0 if sinks is None else (_logits(sinks) - top).exp()
-            sums = 0.0
-        else:
-            new_top = torch.maximum(top, highest)
-            shrink = (top - new_top).exp_()
-            total, sums, top = total * shrink, sums * shrink, new_top
+        new_top = torch.maximum(top, highest)
+        shrink = (top - new_top).exp()
+        total, sums, top = total * shrink, sums * shrink, new_top
         weights = scores.sub_(top).exp_()
-        total = total + weights.sum(-1, keepdim=True)
-        grouped_weights = weights.to(query.dtype).reshape(rows, kv_heads, -1, after - start)
-        sums = sums + torch.matmul(grouped_weights, values).view(rows, heads, count, -1)
-    assert total is not None and sums is not None
+        weight = weights.sum(-1, keepdim=True)
+        total = total + weight
+        # Means of values, since their sums may be beyond float16.
+        shares = weights.div_(weight.clamp(min=_TINY)).to(query.dtype)
+        means = torch.matmul(shares.reshape(rows, kv_heads, -1, after - start), values)
+        sums = sums + means.view(rows, heads, count, -1) * weight
     return (sums / total).to(query.dtype)
 
 
@@ -112,7 +116,7 @@ def _hide(
     hidden = torch.finfo(scores.dtype).min
     count = scores.shape[2]
     if mask is None:
-        is_seen = seen(stored, start, scores.device)[begin : begin + count, : stop - start]
+        is_seen = seen(stored, start, scores.device, stop, slice(begin, begin + count))
         scores.masked_fill_(~is_seen, hidden)
         return
     # Columns of the mask are the newest tokens.

@@ -99,15 +99,21 @@ class Plan:
 
     def why_dequantized(self, layer_idx: int) -> str:
         """Why a layer's tokens are dequantized for the model's own attention, or ""."""
+        return self.why_always_dequantized(layer_idx) or self.why_now_dequantized()
+
+    def why_always_dequantized(self, layer_idx: int) -> str:
+        """Reasons that lie in the layer and in what was asked for."""
         if self.backend is None:
             return "as asked"
-        if self.is_compiled:
-            return "the model is compiled"
         if self.geometry.layers[layer_idx].kind not in _ATTENDED:
             return f"{self.geometry.layers[layer_idx].kind.value} attention"
         slots = (self.slot_scheme(layer_idx, slot) for slot in ("key", "value"))
-        if not any(slot.format.is_scaled for slot in slots):
-            return "nothing is quantized"
+        return "" if any(slot.format.is_scaled for slot in slots) else "nothing is quantized"
+
+    def why_now_dequantized(self) -> str:
+        """Reasons that lie in how the model runs at the moment."""
+        if self.is_compiled:
+            return "the model is compiled"
         if self.decoder.config._attn_implementation != NAME:
             return f"the model attends with {self.decoder.config._attn_implementation}"
         return ""
@@ -222,9 +228,10 @@ def _backend_chooser(
 ) -> Callable[[], str | None]:
     # Attention of picked tokens reads keys in its own way; offloaded tokens are gone too soon.
     is_fit = kind is not QuantizedIndexedLayer and not offloading
+    is_fit = is_fit and not plan.why_always_dequantized(layer_idx)
 
     def choose() -> str | None:
-        return plan.backend if is_fit and not plan.why_dequantized(layer_idx) else None
+        return plan.backend if is_fit and not plan.why_now_dequantized() else None
 
     return choose
 

@@ -74,6 +74,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         self.pending: Call | None = None
         self._stores: list[tuple[SlotStore, SlotStore]] = []
         self._backend = backend
+        self._is_away = False
         self._make_codec = make_codec
         self._codecs: tuple[Codec, Codec] | None = None
         self._ledger = ledger
@@ -82,7 +83,8 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
     @property
     def stores(self) -> list[tuple[SlotStore, SlotStore]]:
         """Keys and values of each group of rows."""
-        self.store_pending()
+        if self.pending is not None:
+            self.store_pending()
         return self._stores
 
     @property
@@ -140,7 +142,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
             Keys and values of all tokens that can be seen: earlier ones as read from their codes,
             these exactly. Valid until the next layer's update unless gradients are on.
         """
-        self.store_pending()
+        self._store_pending()
         batch, _, tokens, _ = key_states.shape
         self._expect(batch, tokens, key_states.device)
         if not self.is_initialized:
@@ -153,12 +155,15 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         if backend is not None:
             return LayerReading(self, call, backend).handles()
         read = self.read(KEY, call), self.read(VALUE, call)
-        self.store_pending()
+        self._store_pending()
         return read
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def store_pending(self) -> None:
         """Stores the tokens of the last call, if they are not yet."""
+        self._store_pending()
+
+    def _store_pending(self) -> None:
         call, self.pending = self.pending, None
         if call is not None:
             with torch.no_grad():
@@ -297,12 +302,16 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
 
     def offload(self) -> None:
         """Moves what is stored to the CPU."""
+        self._is_away = True
         for stores in self.stores:
             for store in stores:
                 store.map(lambda held: held.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Moves what is stored back to where it is needed."""
+        if not self._is_away:
+            return
+        self._is_away = False
         for stores in self.stores:
             for store in stores:
                 store.map(self._bring_back)

@@ -125,22 +125,22 @@ class SlotStore:
         """
         if self._short:
             return None
-        origin = max(origin, 0)
-        found, first = [], origin
-        for count, views in self.sinks.views(origin, min(self.window.sinks, self.length)):
-            found.append(Run(first, count, None, views))
+        found: list[Run] = []
+        first = origin = max(origin, 0)
+        for count, place in self.sinks.places(origin, min(self.window.sinks, self.length)):
+            found.append(Run(first, count, None, self.sinks.tensors, place))
             first += count
         origin = max(origin, self.window.sinks)
         if origin < self._coded_end:
             unit = self._unit_of(origin)
             first = self._start_of(unit)
-            for units, coded in self.coded.views(unit, self.coded.end):
+            for units, place in self.coded.places(unit, self.coded.end):
                 count = units * self.window.unit
-                found.append(Run(first, count, self.codec, coded))
+                found.append(Run(first, count, self.codec, self.coded.tensors, place))
                 first += count
         first = max(origin, self._coded_end)
-        for count, views in self.tail.views(first, self.length):
-            found.append(Run(first, count, None, views))
+        for count, place in self.tail.places(first, self.length):
+            found.append(Run(first, count, None, self.tail.tensors, place))
             first += count
         return found
 
@@ -229,7 +229,9 @@ class SlotStore:
         self.coded.skip_to(self.coded.end + unseen if unseen else 0)
         if start < end:
             block = self._gather(start, end, states, old)
-            self.coded.append(self.codec.encode(block, positions(start, end), bound))
+            where = positions(start, end) if self.codec.needs_positions else None
+            targets = self.coded.grow((end - start) // self.window.unit, block)
+            self.codec.encode_into(targets, block, where, bound)
         self._coded_end = end
 
     def _gather(self, start: int, end: int, states: torch.Tensor | None, old: int) -> torch.Tensor:
@@ -325,6 +327,8 @@ class SlotStore:
         done = 0
         for units, coded in self.coded.views(unit, stop):
             count = units * size
-            where = positions(start + done, start + done + count)
+            where = None
+            if self.codec.needs_positions:
+                where = positions(start + done, start + done + count)
             self.codec.decode(coded, out[:, :, done : done + count], where, bound)
             done += count

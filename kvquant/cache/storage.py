@@ -89,6 +89,22 @@ class TokenBuffer:
         """Gives the memory of a buffer without rows back."""
         self._tensors = None
 
+    def places(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where rows `start` to `stop` lie, as at most two runs: number of rows, first place."""
+        for a, b in self._spans(start, stop):
+            yield b - a, a
+
+    def grow(self, count: int, like: torch.Tensor) -> list[Tensors]:
+        """Adds `count` rows at the end, to be written to the views that it returns.
+
+        Args:
+            count: Number of rows.
+            like: Has the batch rows, KV heads and device.
+        """
+        self._reserve(len(self) + count, like)
+        self.end += count
+        return [parts for _, parts in self.views(self.end - count, self.end)]
+
     def views(self, start: int, stop: int) -> Iterator[tuple[int, Tensors]]:
         """Rows `start` to `stop` as at most two runs: number of rows, and views of each tensor."""
         for a, b in self._spans(start, stop):

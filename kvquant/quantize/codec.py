@@ -12,7 +12,7 @@ bit for bit, however many are encoded together. docs/schemes.md has the formulas
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -166,6 +166,39 @@ class Codec:
             if coded is not None:
                 return coded
         return self.encode_reference(states, positions, bound)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether some mean turns with the position."""
+        return self.center is not None and self.center.turned is not None
+
+    def encode_into(
+        self,
+        targets: Sequence[tuple[torch.Tensor, ...]],
+        states: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        bound: int = 0,
+    ) -> None:
+        """`encode`, written to where it is to be kept.
+
+        Args:
+            targets: One after the other, tensors as `encode` returns them; together they have room
+                for all units of `states`.
+            states: As for `encode`.
+            positions: Likewise.
+            bound: Likewise.
+        """
+        if len(targets) == 1:
+            self._prepare(states, positions)
+            kernels = _kernels(states)
+            if kernels is not None and kernels.encode(self, states, positions, bound, targets[0]):
+                return
+        done, coded = 0, self.encode(states, positions, bound)
+        for target in targets:
+            units = target[0].shape[2]
+            for held, part in zip(target, coded, strict=True):
+                held.copy_(part[:, :, done : done + units])
+            done += units
 
     def decode(
         self,

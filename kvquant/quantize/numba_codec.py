@@ -21,9 +21,21 @@ _KINDS = {torch.float32: formats.FP32, torch.bfloat16: formats.BF16, torch.float
 
 
 def encode(
-    codec: Codec, states: torch.Tensor, positions: torch.Tensor | None, bound: int
+    codec: Codec,
+    states: torch.Tensor,
+    positions: torch.Tensor | None,
+    bound: int,
+    coded: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, ...] | None:
-    """`Codec.encode` for tensors on the CPU; None where there is no kernel."""
+    """`Codec.encode` for tensors on the CPU; None where there is no kernel.
+
+    Args:
+        codec: What encodes.
+        states: As for `Codec.encode`.
+        positions: Likewise.
+        bound: Likewise.
+        coded: Where to write; views whose units lie without gaps will do.
+    """
     planned = plan(codec)
     if planned is None or not _is_fit(planned, states):
         return None
@@ -32,8 +44,11 @@ def encode(
         return None
     if not _is_contiguous(states, 1):
         states = states.contiguous()
-    lead = (states.shape[0], states.shape[1], states.shape[2] // codec.unit)
-    coded = tuple(torch.empty((*lead, *field.shape), dtype=field.dtype) for field in codec.fields)
+    if coded is None:
+        lead = (states.shape[0], states.shape[1], states.shape[2] // codec.unit)
+        shapes = [(*lead, *field.shape) for field in codec.fields]
+        kinds = [field.dtype for field in codec.fields]
+        coded = tuple(map(_empty, shapes, kinds))
     run(
         encode_tasks,
         SIGNATURE,
@@ -77,6 +92,10 @@ def _is_contiguous(tensor: torch.Tensor, axes: int) -> bool:
             return False
         expected *= tensor.shape[axis]
     return True
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 # Jobs

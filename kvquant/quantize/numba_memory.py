@@ -226,11 +226,11 @@ def deal(builder: Any, source: Any, target: Any, stride: Any) -> None:
     """Of 32 numbers each fourth to one of four vectors, `stride` bytes apart."""
     rows = [_load(builder, place, VECTOR.row) for place in _steps(builder, source, _LONG(32))[:4]]
     halves = [
-        [shuffle(builder, *rows[start : start + 2], lanes) for start in (0, 2)]
+        [shuffle(builder, rows[start], rows[start + 1], lanes) for start in (0, 2)]
         for lanes in ([0, 4, 8, 12, 1, 5, 9, 13], [2, 6, 10, 14, 3, 7, 11, 15])
     ]
     lanes = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
-    dealt = [shuffle(builder, *pair, half) for pair in halves for half in lanes]
+    dealt = [shuffle(builder, one, other, half) for one, other in halves for half in lanes]
     _store_rows(builder, _steps(builder, target, stride)[:4], dealt)
 
 

@@ -340,8 +340,11 @@ def row_sums(builder: Any, square: Any) -> Any:
     """The sum of each row, added in pairs."""
     rows = rows_of(builder, square)
     for masks in _MASKS.values():
-        pairs = [rows[index : index + 2] for index in range(0, len(rows), 2)]
-        rows = [builder.fadd(*(shuffle(builder, *pair, mask) for mask in masks)) for pair in pairs]
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        rows = [
+            builder.fadd(*(shuffle(builder, one, other, mask) for mask in masks))
+            for one, other in pairs
+        ]
     return rows
 
 
