@@ -102,9 +102,7 @@ class Clock(BaseStreamer):  # type: ignore[misc]
     @property
     def step(self) -> float:
         """Seconds from a token to the next, the median; the prompt's own time is not in it."""
-        return statistics.median(
-            b - a for a, b in zip(self.times[1:-1], self.times[2:], strict=True)
-        )
+        return statistics.median(b - a for a, b in pairwise(self.times[1:]))
 
 
 def generate(

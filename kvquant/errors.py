@@ -10,7 +10,7 @@
     ├── GeometryError         a config that does not say what its cache looks like
     ├── NotObservedError      a layer, head or channel that calibration never saw
     ├── FingerprintError      scales of one model offered to another
-    └── ExportError           scales that an engine could not read, or a checkpoint that cannot carry them
+    └── ExportError           scales that an engine could not read, or not from this checkpoint
 
 The command line prints the message of any of them as one line and exits with code 2, so a
 message carries the numbers and says what to do next.

@@ -61,6 +61,7 @@ class TensorHandle(torch.Tensor):
         """A handle on keys or values.
 
         Args:
+            cls: This class.
             reading: Where they are read from.
             slot: `KEY` or `VALUE`.
             shape: ``[batch, kv_heads, tokens, dim]``.

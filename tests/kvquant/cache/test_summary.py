@@ -167,7 +167,8 @@ def test_it_says_what_attends_to_the_codes(tiny: Callable[..., Any]) -> None:
     assert "attention: the model's own, on dequantized tokens (as asked)" in lines
     lines = QuantizedCache.from_model(model, "int8", layers={0: "none"}).summary().splitlines()
     assert (
-        "attention: over the codes by numba in layers 1; the model's own in 0 (nothing is quantized)"
+        "attention: over the codes by numba in layers 1; "
+        "the model's own in 0 (nothing is quantized)"
     ) in lines
     lines = QuantizedCache.from_model(tiny("deepseek"), "int8").summary().splitlines()
     assert "attention: the model's own, on dequantized tokens (latent attention)" in lines
