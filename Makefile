@@ -18,7 +18,7 @@ COMPAT_TESTS := tests/calib tests/cases tests/kvquant
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check bench test-compat
+.PHONY: help demo test check bench test-compat gpu-check
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-20s%s\n", $$1, $$2}'
@@ -38,10 +38,14 @@ check: $(STAMP) ## lint, format, types, import contracts
 	$(VENV)/bin/lint-imports
 
 bench: $(STAMP) ## the figures of the README, measured on this machine
-	set -e; for script in benchmarks/*.py; do $(VENV)/bin/python "$$script"; done
+	set -e; for script in $(filter-out benchmarks/gpu_check.py,$(wildcard benchmarks/*.py)); do \
+		$(VENV)/bin/python "$$script"; done
 
 test-compat: $(COMPAT_STAMP) ## cache, export and recorder tests under the oldest supported Transformers
 	$(COMPAT_VENV)/bin/python -m pytest -m "not real_model" $(COMPAT_TESTS)
+
+gpu-check: $(STAMP) ## on a machine with an NVIDIA GPU: kernels right, and how fast
+	$(VENV)/bin/python benchmarks/gpu_check.py
 
 # $(call install,VENV,CONSTRAINTS): pip comes last into a new environment, so that one without it
 # was interrupted and is made again.

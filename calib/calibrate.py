@@ -199,6 +199,12 @@ def _blocks(request: Request, source: ModelSource, length: int, samples: int) ->
         rows, tokenizer, context_length=length, samples=samples, chat=request.chat
     )
     notify(str(blocks.report))
+    found, asked = sum(map(len, blocks.blocks)), length * samples
+    if 2 * found < asked:
+        notify(
+            f"warning: the text has only {found:,} of the {asked:,} tokens asked for, and scales "
+            "from so few may clip what you serve: give more text with --data"
+        )
     return blocks
 
 

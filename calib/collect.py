@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from kvquant.cache.transformers_compat import cache_argument
 from kvquant.errors import InputError
+from kvquant.fingerprint import check_model
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
 from kvquant.provenance import Provenance
@@ -73,6 +74,7 @@ def collect(
         InputError: A token that the model has no embedding for, or the model produced NaN or
             infinite keys or values.
     """
+    check_model(model)
     _check_tokens(model, blocks)
     chunk = min(chunk, sum(map(len, blocks)))
     watcher = watcher or Watcher()

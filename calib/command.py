@@ -262,7 +262,7 @@ def drift(
 @json_option
 @verbose_option
 def inspect(file: str, plot: str | None, as_json: bool, verbose: bool) -> None:
-    """Show what a scales or statistics file holds, and where it comes from.
+    """Show what a scales, statistics or prefix file holds, and where it comes from.
 
     With --plot it draws a heat map, layer by channel, of the largest keys and values: outlier
     channels stand out as columns.

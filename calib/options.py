@@ -101,7 +101,12 @@ def build_scheme(options: dict[str, Any]) -> QuantScheme:
 
 
 def _calibrated_format(name: str) -> TensorFormat:
-    found = tensor_format(name)
+    try:
+        found = tensor_format(name)
+    except SchemeError:
+        raise SchemeError(
+            f"unknown format {name!r}: possible are {', '.join(format_names())} (fp8 = fp8_e4m3)"
+        ) from None
     if found.name not in format_names():
         needs = (
             "scales are computed while serving, with the means that every scales file has"
@@ -115,7 +120,10 @@ def _calibrated_format(name: str) -> TensorFormat:
 
 
 def _static_granularity(name: str) -> Granularity:
-    found = Granularity.parse(name)
+    try:
+        found = Granularity.parse(name)
+    except SchemeError:
+        raise SchemeError(f"unknown granularity {name!r}: possible are {_GRANULARITIES}") from None
     if not found.is_static:
         raise SchemeError(
             f"{found.value} scales are computed while serving and need no calibration; calibrated "

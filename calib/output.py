@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from kvquant.errors import FileFormatError
+from kvquant.errors import FileFormatError, InputError
 from kvquant.scales import KVScales, TensorScales
-from kvquant.storage import find, kind_of, load_scales
+from kvquant.storage import find, kind_of, load_scales, parse_header, parsing
+from kvquant.tensor_files import read_header
 
 from .calibrate import Calibration
 from .stats import CalibrationStats, ChannelStats
@@ -73,7 +74,8 @@ def show_file(name: str, plot: str | None, as_json: bool, verbose: bool) -> None
     """What `kvquant inspect` does.
 
     Raises:
-        FileFormatError: Neither scales nor statistics.
+        FileFormatError: Neither scales nor statistics nor a prefix.
+        InputError: A prefix is to be drawn.
     """
     from .tables import provenance_panel, scales_summary, stats_summary
 
@@ -83,6 +85,11 @@ def show_file(name: str, plot: str | None, as_json: bool, verbose: bool) -> None
         tried = " nor ".join(dict.fromkeys(map(str, places)))
         raise FileFormatError(f"there is no file {tried}: name one that `kvquant calibrate` wrote")
     kind = kind_of(path)
+    if kind == "prefix":
+        if plot:
+            raise InputError(f"{path} is a prefix: --plot draws scales and statistics")
+        _show_prefix(path, as_json)
+        return
     content: KVScales | CalibrationStats
     content = load_stats(path) if kind == "stats" else load_scales(path)
     if plot:
@@ -99,6 +106,27 @@ def show_file(name: str, plot: str | None, as_json: bool, verbose: bool) -> None
         else stats_summary(content, verbose)
     )
     print_tables(provenance_panel(content.provenance, content.geometry), summary)
+
+
+def _show_prefix(path: Path, as_json: bool) -> None:
+    """What a prefix of `QuantizedCache.save` holds, from its header alone."""
+    from .tables import prefix_panel
+
+    file = read_header(path)
+    header = parse_header(path, "prefix", file.metadata)
+    with parsing(path):
+        shown = ("fingerprint", "geometry", "dtype", "scheme", "scales")
+        values = {
+            "rows": header["ledger"]["batch"],
+            "tokens": header["ledger"]["slots"],
+            "bytes": sum(map(file.nbytes, file.tensors)),
+            **{name: header[name] for name in shown},
+        }
+        panel = prefix_panel(values)
+    if as_json:
+        print_json({"file": str(path), "kind": "prefix", **values})
+    else:
+        print_tables(panel)
 
 
 def scales_values(scales: KVScales) -> dict[str, Any]:

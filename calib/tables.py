@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,10 +12,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvquant.geometry import CacheGeometry, LayerKind
+from kvquant.fingerprint import Fingerprint
+from kvquant.geometry import CacheGeometry
 from kvquant.provenance import Provenance
 from kvquant.scales import KVScales, TensorScales
-from kvquant.scheme import TensorScheme
+from kvquant.scheme import QuantScheme, TensorScheme
 
 from .drift import DriftReport, HeadDrift
 from .mean_form import mean_form_lines
@@ -106,9 +107,6 @@ def scales_summary(scales: KVScales, verbose: bool = False) -> RenderableType:
 
 def provenance_panel(provenance: Provenance, geometry: CacheGeometry) -> Panel:
     """Panel that says which model, text and versions the numbers come from."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
     versions = ", ".join(f"{name} {number}" for name, number in provenance.versions.items())
     rows: list[tuple[str, Iterable[str]]] = [
         ("model", [provenance.model]),
@@ -121,11 +119,31 @@ def provenance_panel(provenance: Provenance, geometry: CacheGeometry) -> Panel:
         ("command", provenance.command),
         ("notes", provenance.notes),
     ]
-    for name, lines in rows:
-        content = "\n".join(filter(None, lines))
-        if content:
-            grid.add_row(name, Text(content))
-    return Panel(grid, title="where it comes from", title_align="left", expand=False)
+    return _panel("where it comes from", rows)
+
+
+def prefix_panel(values: Mapping[str, Any]) -> Panel:
+    """Panel that says what a prefix holds, and which model it is for.
+
+    Args:
+        values: Fields of its header (docs/files.md), and of its ledger ``rows`` and ``tokens``; the
+            ``bytes`` of its tensors.
+    """
+    scales, rows = values["scales"], values["rows"]
+    each = "1 row" if rows == 1 else f"each of {rows} rows, padding included"
+    made = scales and model_title(Provenance.from_dict(scales["provenance"]))
+    return _panel(
+        "a quantized prefix",
+        [
+            ("fits", [str(Fingerprint.from_dict(values["fingerprint"]))]),
+            ("cache", [CacheGeometry.from_dict(values["geometry"]).summary()]),
+            ("dtype", [values["dtype"]]),
+            ("scheme", [str(QuantScheme.from_dict(values["scheme"]))]),
+            ("scales", [made and f"of {made}"]),
+            ("tokens", [f"{values['tokens']:,} in {each}"]),
+            ("size", [f"{values['bytes']:,} bytes"]),
+        ],
+    )
 
 
 def drift_table(report: DriftReport, verbose: bool = False) -> RenderableType:
@@ -181,6 +199,18 @@ def sharing_table(costs: Sequence[dict[str, Any]]) -> RenderableType:
         losses = (f"{_decibel(cost[name])} dB" for name in ("mean_loss_db", "worst_loss_db"))
         table.add_row(str(cost["name"]), *losses, str(cost["worst"]))
     return table
+
+
+def _panel(title: str, rows: Iterable[tuple[str, Iterable[str]]]) -> Panel:
+    """Lines under a name each; names without a line are left out."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, lines in rows:
+        content = "\n".join(filter(None, lines))
+        if content:
+            grid.add_row(name, Text(content))
+    return Panel(grid, title=title, title_align="left", expand=False)
 
 
 def _table(title: str, *columns: str | tuple[str, JustifyMethod]) -> Table:
@@ -256,7 +286,7 @@ def _rotation_phrase(layers: Iterable[LayerStats]) -> str:
 
 
 def _latent_caption(geometry: CacheGeometry) -> list[Text]:
-    if all(layer.kind is not LayerKind.LATENT for layer in geometry.layers):
+    if not geometry.latent_layers:
         return []
     return [Text("latent layers: K is the latent, V the rotary part", style="dim")]
 

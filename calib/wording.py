@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
-
-from kvquant.provenance import Provenance
+from kvquant.provenance import Provenance, title
 
 
 def model_title(provenance: Provenance) -> str:
@@ -13,12 +11,10 @@ def model_title(provenance: Provenance) -> str:
     ``smollm2 + my-lora`` for adapters that are active together; ``smollm2 shared with lora-a,
     lora-b`` for scales that serve the base and each adapter apart.
     """
-    model, *adapters = (
-        PurePath(name).name or name for name in (provenance.model, *provenance.adapters)
-    )
     if len(provenance.fingerprints) > 1:
-        return f"{model or 'unnamed model'} shared with {', '.join(adapters) or 'others'}"
-    return " + ".join(filter(None, (model, *adapters))) or "unnamed model"
+        others = ", ".join(map(title, provenance.adapters)) or "others"
+        return f"{title(provenance.model)} shared with {others}"
+    return title(provenance.model, provenance.adapters)
 
 
 def percent(share: float) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import FingerprintError
+from .errors import FingerprintError, InputError
 from .weight_samples import Sample, checkpoint_samples, model_samples, sample
 
 LINEAGE_KEY = "kvquant_lineage"
@@ -64,7 +64,7 @@ class Fingerprint:
         different = self.differences(other)
         if different:
             raise FingerprintError(
-                f"{mine} belong to {self}, {theirs} to {other}: {' and '.join(different)} differ"
+                f"{mine} belong to {self}, {theirs} to {other}: {differing(different)}"
             )
 
     def __str__(self) -> str:
@@ -72,6 +72,27 @@ class Fingerprint:
         names = [self.weights[:12] or "unknown weights"]
         names += [f"adapter {adapter[:12]}" for adapter in self.adapters]
         return " + ".join(names)
+
+
+def differing(names: Sequence[str]) -> str:
+    """What differs, for messages: ``weights and adapters differ``, ``tokenizer differs``."""
+    *others, last = names
+    if others:
+        return f"{', '.join(others)} and {last} differ"
+    return f"{last} {'differ' if last.endswith('s') else 'differs'}"
+
+
+def check_model(model: Any) -> None:
+    """Makes sure that `model` is one, not the name of one.
+
+    Raises:
+        InputError: It is something else.
+    """
+    if not (hasattr(model, "named_modules") and hasattr(model, "config")):
+        raise InputError(
+            f"model must be a model in memory, not {_shown(model)}: give what "
+            "AutoModelForCausalLM.from_pretrained returns"
+        )
 
 
 def fingerprint(model: Any, tokenizer: Any = None) -> Fingerprint:
@@ -83,7 +104,14 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Fingerprint:
 
     Raises:
         FingerprintError: Weights are offloaded to where they cannot be looked at.
+        InputError: `model` is no model, or `tokenizer` no tokenizer.
     """
+    check_model(model)
+    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+        raise InputError(
+            f"tokenizer must be a tokenizer in memory, not {_shown(tokenizer)}: give what "
+            "AutoTokenizer.from_pretrained returns"
+        )
     base = _base_model(model)
     weights = _hash_samples(model_samples(base))
     weights, adapters = _origin(base.config, weights, _active_adapters(model))
@@ -164,6 +192,11 @@ def _skeleton(directory: Path) -> Any:
         return None
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _shown(value: Any) -> str:
+    """Names as they are; of what has a long description, its kind."""
+    return repr(value) if isinstance(value, (str, Path)) else f"a {type(value).__name__}"
 
 
 def _base_model(model: Any) -> Any:

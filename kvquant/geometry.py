@@ -30,6 +30,11 @@ from .geometry_config import (
 from .geometry_defaults import FAMILIES
 from .geometry_rules import CHUNKED, CROSS, FULL, SLIDING, Settings
 
+_OTHER_CONFIG = (
+    "this config belongs to another model, or this version of Transformers caches something else "
+    "for it"
+)
+
 
 class LayerKind(str, Enum):
     """What a layer keeps per token.
@@ -71,6 +76,11 @@ class LayerGeometry:
     def keeps_tokens(self) -> bool:
         """Whether the layer stores keys and values of its own."""
         return self.kind not in (LayerKind.SHARED, LayerKind.LINEAR, LayerKind.NONE)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a latent is in the key slot, and its rotary part in the value slot (MLA)."""
+        return self.kind is LayerKind.LATENT
 
     def __str__(self) -> str:
         """For people: ``sliding (4,096), 8 KV heads of 128``."""
@@ -123,6 +133,11 @@ class CacheGeometry:
         """Numbers of the layers that store keys and values of their own."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.keeps_tokens)
 
+    @property
+    def latent_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that store a latent."""
+        return tuple(i for i in self.attention_layers if self.layers[i].is_latent)
+
     def summary(self) -> str:
         """For people: ``llama cache: 30 x full, 3 KV heads of 64; 8,192 positions``."""
         shapes: dict[str, int] = {}
@@ -133,7 +148,13 @@ class CacheGeometry:
         return f"{self.model_type} cache: {layers}; {limit} positions"
 
     def check_tensors(
-        self, layer_idx: int, key_shape: Sequence[int], value_shape: Sequence[int]
+        self,
+        layer_idx: int,
+        key_shape: Sequence[int],
+        value_shape: Sequence[int],
+        *,
+        whose: str = "its config",
+        advice: str = _OTHER_CONFIG,
     ) -> None:
         """Compares what a model caches with what its config promised.
 
@@ -141,26 +162,33 @@ class CacheGeometry:
             layer_idx: Layer, from 0.
             key_shape: ``[batch, kv_heads, tokens, key_dim]``.
             value_shape: ``[batch, kv_heads, tokens, value_dim]``.
+            whose: What this geometry is of, for messages.
+            advice: What a difference means, for messages.
 
         Raises:
             GeometryError: They differ; the message has both sizes.
         """
         if not 0 <= layer_idx < len(self.layers):
             raise GeometryError(
-                f"the model caches in layer {layer_idx}, but its config has {len(self.layers)} "
-                f"layers: this config belongs to another model"
+                f"the model caches in layer {layer_idx}, but {whose} has {len(self.layers)} "
+                f"layers: {advice}"
             )
         layer = self.layers[layer_idx]
         if not layer.keeps_tokens:
             raise GeometryError(
-                f"layer {layer_idx} caches keys and values, but by its config it is of the kind "
-                f"{layer.kind.value!r}, which has none: this config belongs to another model"
+                f"layer {layer_idx} caches keys and values, but {whose} has one of the kind "
+                f"{layer.kind.value!r} there, which has none: {advice}"
             )
         for name, shape, dim in (
             ("keys", key_shape, layer.key_dim),
             ("values", value_shape, layer.value_dim),
         ):
-            _check_shape(f"layer {layer_idx} caches {name}", shape, layer.kv_heads, dim)
+            if len(shape) != 4 or shape[1] != layer.kv_heads or shape[3] != dim:
+                found = f"{shape[1]} heads x {shape[3]}" if len(shape) == 4 else f"{list(shape)}"
+                raise GeometryError(
+                    f"layer {layer_idx} caches {name} of {found}, but {whose} has "
+                    f"{layer.kv_heads} heads x {dim}: {advice}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as stored in a file header."""
@@ -185,15 +213,6 @@ class CacheGeometry:
             return cls(values["model_type"], layers, values["max_positions"])
         except (KeyError, TypeError, ValueError) as error:
             raise GeometryError(f"this is no cache geometry: {error!r}") from None
-
-
-def _check_shape(what: str, shape: Sequence[int], kv_heads: int, dim: int) -> None:
-    if len(shape) != 4 or shape[1] != kv_heads or shape[3] != dim:
-        found = f"{shape[1]} heads x {shape[3]}" if len(shape) == 4 else f"{list(shape)}"
-        raise GeometryError(
-            f"{what} of {found}, but its config says {kv_heads} heads x {dim}: this config belongs "
-            f"to another model, or this version of Transformers caches something else for it"
-        )
 
 
 _KINDS: Mapping[str, LayerKind] = {

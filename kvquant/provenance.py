@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 from .errors import FingerprintError
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, differing
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Provenance:
         if nearest:
             raise FingerprintError(
                 f"the scales belong to {self.origin}, the model is {model}: "
-                f"{' and '.join(nearest)} differ; calibrate this model"
+                f"{differing(nearest)}; calibrate this model"
             )
 
     def knows_tokenizer(self, model: Fingerprint) -> bool:
@@ -119,3 +121,13 @@ class Provenance:
                 "fingerprints": tuple(map(Fingerprint.from_dict, values["fingerprints"])),
             }
         )
+
+
+def title(model: str, adapters: Sequence[str] = ()) -> str:
+    """Model and adapters that are active together, without the directories they lie in.
+
+    >>> title("models/smollm2", ["out/my-lora"])
+    'smollm2 + my-lora'
+    """
+    names = (PurePath(name).name or name for name in (model, *adapters))
+    return " + ".join(filter(None, names)) or "unnamed model"

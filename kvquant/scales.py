@@ -172,11 +172,29 @@ class KVScales:
             FingerprintError: They belong to other weights, adapters or to another geometry.
         """
         if geometry != self.geometry:
+            what = _difference(self.geometry, geometry)
+            if any(not own.differences(model) for own in self.provenance.fingerprints):
+                raise FingerprintError(
+                    f"the scales belong to this model ({model}), but not to its config: {what}; "
+                    "calibrate it with the config that it is served with"
+                )
+            who = f", the model is {model}" if model.weights else ""
             raise FingerprintError(
-                f"the scales belong to {self.provenance.origin}, the model is {model}: "
-                f"{_difference(self.geometry, geometry)}"
+                f"the scales belong to {self.provenance.origin}{who}: {what}; calibrate this model"
             )
         self.provenance.check(model)
+
+    def check_shape(self, geometry: CacheGeometry) -> None:
+        """Makes sure that the numbers fit a cache, whatever model they were measured on.
+
+        Raises:
+            FingerprintError: They do not, so that nobody can force them on it.
+        """
+        if geometry.layers != self.geometry.layers:
+            raise FingerprintError(
+                f"scales of another cache cannot be forced: {self.geometry.summary()} in the "
+                f"scales, {geometry.summary()} in the model"
+            )
 
     def reduce(self, granularity: Granularity) -> KVScales:
         """Coarser scales for an engine that takes fewer: each covers all that it stands for.

@@ -323,8 +323,8 @@ class QuantScheme:
         """Makes sure that the scheme fits a model's cache.
 
         Raises:
-            SchemeError: A named layer that the model does not have, nothing left to quantize, or
-                a layer with an empty value slot.
+            SchemeError: A named layer that the model does not have, nothing left to quantize, a
+                layer with an empty value slot, or a scheme for a rotary part that there is not.
         """
         last = len(geometry.layers) - 1
         beyond = [layer for layer in self.skip_layers if layer > last]
@@ -352,6 +352,22 @@ class QuantScheme:
                 f"layer {empty[0]} caches nothing in its value slot, which is not supported: "
                 f"skip layers {','.join(map(str, empty))}"
             )
+        self._check_rotary_part(geometry)
+
+    def _check_rotary_part(self, geometry: CacheGeometry) -> None:
+        """Refuses a scheme for rotary parts where none is kept apart, which would do nothing."""
+        latent = geometry.latent_layers
+        if self.rotary_part != EXACT and not latent:
+            raise SchemeError(
+                f"{self.rotary_part} for the rotary part does nothing: only layers with a latent "
+                "(MLA) keep one apart, and this model has none; leave rotary_format away"
+            )
+        for index, own in self.layers:
+            if own.rotary_part != EXACT and index not in latent:
+                raise SchemeError(
+                    f"{own.rotary_part} for the rotary part of layer {index} does nothing: it has "
+                    "no latent (MLA); leave rotary_format away"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as stored in a file header; the rest only if it is set."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,9 +23,24 @@ if TYPE_CHECKING:
 
     from .scales import KVScales, TensorScales
 
+SUFFIX = ".safetensors"
+"""Of scales and prefixes."""
+
 FORMAT_VERSION = 2
 _SLOTS = ("key", "value")
 _SCALE_TENSORS = ("scale", "zero_point", "mean", "mean_unrotated")
+
+
+class KVQuantWarning(UserWarning):
+    """Something that may be meant, and that makes results wrong or worse if it is not."""
+
+
+def warn(message: str) -> None:
+    """Warns at the line from which kvquant was called, however deep inside it this is."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "kvquant":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, KVQuantWarning, stacklevel=level)
 
 
 def write(
@@ -169,13 +185,17 @@ def parse_header(path: Path, kind: str, metadata: Mapping[str, str] | None) -> d
     return header
 
 
-def save_scales(scales: KVScales, path: Path) -> None:
+def save_scales(scales: KVScales, path: Path | str) -> None:
     """Writes scales, atomically.
+
+    Args:
+        scales: The scales.
+        path: The file, with or without its ``.safetensors``.
 
     Raises:
         InputError: The place cannot be written, or the disk is full.
     """
-    write(path, "scales", *pack_scales(scales))
+    write(suffixed(path, SUFFIX), "scales", *pack_scales(scales))
 
 
 def pack_scales(scales: KVScales) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -215,31 +235,56 @@ def load_scales(
         path: The file, with or without its ``.safetensors``.
         model: Transformers model or PeftModel, with the adapters active that it is served with.
         tokenizer: Its tokenizer; another one than calibrated with is worth a warning, no more.
-        force: Take scales of another model all the same, with a warning.
+        force: Take scales of another model of the same shape all the same, with a warning.
 
     Raises:
         FileFormatError: Not such a file, cut short, or of a newer version.
         FingerprintError: Scales of another model, adapter set or geometry.
         InputError: `model` is no model.
     """
+    scales = _read_scales(find(path, SUFFIX))
+    if model is not None:
+        check_belonging(scales, model, tokenizer, force)
+    return scales
+
+
+def check_belonging(scales: KVScales, model: Any, tokenizer: Any, force: bool) -> None:
+    """Makes sure that scales belong to a model in memory; arguments are those of `load_scales`.
+
+    Raises:
+        FingerprintError: Scales of another model, adapter set or geometry.
+        InputError: `model` is no model.
+    """
     from .fingerprint import fingerprint
     from .geometry import CacheGeometry
 
-    scales = _read_scales(find(path, ".safetensors"))
-    if model is None:
-        return scales
-    if not hasattr(model, "named_modules"):
-        raise InputError(f"model must be a model in memory, not {model!r}")
     served = fingerprint(model, tokenizer)
+    geometry = CacheGeometry.from_config(model.config)
+    if force:
+        scales.check_shape(geometry)
     try:
-        scales.check_model(served, CacheGeometry.from_config(model.config))
+        scales.check_model(served, geometry)
     except FingerprintError as error:
         if not force:
             raise
-        warnings.warn(f"forced: {error}", stacklevel=2)
-    if tokenizer is not None and not scales.provenance.knows_tokenizer(served):
-        warnings.warn("the scales were calibrated with another tokenizer", stacklevel=2)
-    return scales
+        warn(f"forced: {error}")
+    if not scales.provenance.knows_tokenizer(served):
+        warn(
+            "the scales were calibrated with another tokenizer than this one, on text that was cut "
+            "into other tokens: calibrate with the tokenizer that you serve"
+        )
+
+
+def suffixed(path: Path | str, suffix: str) -> Path:
+    """The file to write where users name `path`, with or without its suffix; `find` finds it.
+
+    Raises:
+        InputError: The name of a directory.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(name) or os.path.basename(name) in ("", ".", ".."):
+        raise InputError(f"cannot write {path}: it is a directory, name a file in it")
+    return Path(name if name.endswith(suffix) else f"{name}{suffix}")
 
 
 def find(path: Path | str, suffix: str) -> Path:

@@ -34,10 +34,22 @@ _logger = logging.getLogger("kvquant")
 def register() -> None:
     """Makes ``attn_implementation="kvquant"`` known to Transformers; again and again if need be."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
+    """The mask of ``sdpa``: bool ``[batch, 1, tokens, all tokens]``, None if it says nothing.
+
+    Gemma 4 cuts queries off a prompt, and thinks of a mask that is missing only under ``sdpa``.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    if str(getattr(config, "model_type", "")).startswith("gemma4") and kwargs.get("q_length") != 1:
+        kwargs["allow_is_causal_skip"] = False
+    made: torch.Tensor | None = sdpa_mask(*args, config=config, **kwargs)
+    return made
 
 
 def attention_forward(
@@ -113,6 +125,8 @@ def _attend(
     groups = key.reading.rows()
     if groups is None or not _is_usual(mask, groups, key.shape[2]):
         return None
+    if mask is None and query.shape[2] != groups[0].new:
+        return None  # which tokens' queries these are, nobody said
     if len(groups) == 1 and groups[0].rows is None:
         return _attend_rows(key.reading.backend, query, groups[0], mask, scaling, options)
     out = None
@@ -178,12 +192,14 @@ def _says_the_usual(mask: torch.Tensor | None, stored: StoredRows) -> bool:
         return True
     if mask.device.type != "cpu":
         return stored.new == 1  # looking at it would stall the device
-    if mask.dtype != torch.bool:
+    if mask.dtype != torch.bool or mask.shape[2] != stored.new:
         return False
     from .reference import seen
 
     first = stored.past + stored.new - mask.shape[-1]
     expected = seen(stored, first, mask.device)
+    if first < 0:
+        expected[:, :-first] = False  # padding on the left, which is not stored
     return bool((mask == expected).all())
 
 
@@ -228,7 +244,9 @@ def _model_attention(
 @functools.cache
 def _eager_of(name: str) -> Any:
     """``eager_attention_forward`` of a modeling file whose models do not support sdpa, or None."""
-    code = sys.modules[name]
+    code = sys.modules.get(name)
+    if code is None:
+        return None
     models = [
         it
         for it in vars(code).values()
@@ -247,8 +265,8 @@ def _to_add(
     if mask is None:
         if queries == 1:
             return None
-        shape = (queries, keys)
-        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(keys - queries)
+        # Of more keys than queries, those beyond are a static cache's that waits to be filled.
+        mask = torch.ones((queries, keys), dtype=torch.bool, device=query.device).tril()
         mask = mask[None, None]
     if mask.dtype != torch.bool:
         return mask

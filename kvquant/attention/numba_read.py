@@ -170,6 +170,9 @@ def load_ranges(plan: Any, run: int, work: int, row: int, head: int, token: int)
             scale, zero = load_vector(place + pitch), load_vector(place + 2 * pitch)
             store_vector(target, scale)
             store_vector(target + pitch, fma(left - zero, scale, load_vector(place)))
+    for channel in range(plan.dim, (plan.dim + LANES - 1) // LANES * LANES):
+        store_float(rows + 4 * channel, 0.0)
+        store_float(rows + pitch + 4 * channel, 0.0)
     return rows
 
 
@@ -195,8 +198,9 @@ def read_rows(
             _unpack(plan, work, row, out)
         else:
             widen_row(row, number(run, NUMBER_KIND), dim, out, work + NUMBERS)
-            for channel in range(dim, (dim + LANES - 1) // LANES * LANES):
-                store_float(out + 4 * channel, 0.0)
+        # Queries are zero there, but zero times whatever lies there may be no number.
+        for channel in range(dim, (dim + LANES - 1) // LANES * LANES):
+            store_float(out + 4 * channel, 0.0)
 
 
 @plain

@@ -64,9 +64,16 @@ def read(runs: tuple[Run, ...], stored: StoredRows) -> tuple[torch.Tensor, int]:
     return torch.cat(parts, dim=2), runs[0].first
 
 
-def seen(stored: StoredRows, start: int, device: torch.device) -> torch.Tensor:
-    """Which tokens from `start` on each query sees, bool ``[new, tokens]``."""
-    tokens = torch.arange(start, stored.past + stored.new, device=device)
-    queries = torch.arange(stored.past, stored.past + stored.new, device=device)[:, None]
+def seen(
+    stored: StoredRows,
+    start: int,
+    device: torch.device,
+    stop: int | None = None,
+    some: slice = slice(None),
+) -> torch.Tensor:
+    """Which tokens from `start` on (to `stop`) each query (of `some`) sees, ``[new, tokens]``."""
+    newest = stored.past + stored.new
+    tokens = torch.arange(start, newest if stop is None else stop, device=device)
+    queries = torch.arange(stored.past, newest, device=device)[some, None]
     is_seen = tokens <= queries
     return is_seen if stored.window is None else is_seen & (tokens > queries - stored.window)

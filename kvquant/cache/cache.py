@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvquant.errors import InputError
+from kvquant.fingerprint import check_model
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
 from kvquant.scales import KVScales
@@ -20,8 +21,8 @@ from .build import Plan, build_layers
 from .choose import choose_backend, choose_scheme, find_scales
 from .companions import check_state_crop, crop_state, state_nbytes
 from .layer import QuantizedLayer
-from .ledger import Sources, TokenLedger
-from .padding import real_tokens
+from .ledger import Sources, TokenLedger, row_count
+from .padding import check_goes_on, read_mask
 from .transformers_compat import (
     by_name,
     cache_of_call,
@@ -123,6 +124,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             FingerprintError: Scales of another model.
             InputError: Neither scheme nor scales, or something else that cannot be used.
         """
+        check_model(model)
         geometry = CacheGeometry.from_config(model.config)
         found = find_scales(model, scales, geometry, tokenizer, force)
         changes = {
@@ -133,7 +135,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             "residual_length": residual_length,
             "group_size": group_size,
         }
-        chosen = choose_scheme(scheme, found, changes, layers or {}, len(geometry.layers))
+        chosen = choose_scheme(scheme, found, changes, layers or {}, geometry)
         chosen.check(geometry)
         decoder = base_model(model).get_decoder()
         if offloading and decoder.device.type == "cpu":
@@ -141,10 +143,28 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         plan = Plan(geometry, chosen, found, decoder, choose_backend(attention, decoder.device))
         ledger, workspace = TokenLedger(plan.turns_means), Workspace()
         layers_made = build_layers(plan, ledger, workspace, offloading)
-        if plan.backend is not None:
+        if not all(map(plan.why_always_dequantized, geometry.attention_layers)):
             use_attention(decoder)
         _install_hook(decoder)
         return cls(layers_made, plan, ledger, workspace, offloading)
+
+    def __repr__(self) -> str:
+        """A line; `summary` says more."""
+        return (
+            f"QuantizedCache({self.geometry.model_type}: {self.scheme}; {len(self.layers)} layers, "
+            f"{row_count(self._ledger.batch)} of {self.get_seq_length()} tokens)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled: layers refer to the model, and codes belong to it.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a QuantizedCache cannot be pickled, since its layers refer to the model: use its save "
+            "and load, or copy.deepcopy within one process"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedCache:
         """A cache that goes its own way from here; the model and its scales are shared."""
@@ -175,13 +195,14 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         tokens = call["inputs_embeds"] if tokens is None else tokens
         batch, count = tokens.shape[:2]
         self._forget_failed_call()
+        positions, mask = call.get("position_ids"), call.get("attention_mask")
+        if positions is not None and positions.dim() != 2:
+            positions = None  # several dimensions: no layer of such a model turns its mean
+        check_goes_on(count, self._ledger.slots, positions if mask is None else None)
+        real = read_mask(mask, batch, count, self._ledger, self.plan.backend is None)
         self.plan.is_compiled = is_compiled
         for layer in self._quantized():
             layer.store_pending()  # as the ledger knows its tokens now
-        positions = call.get("position_ids")
-        if positions is not None and positions.dim() != 2:
-            positions = None  # several dimensions: no layer of such a model turns its mean
-        real = self._real_tokens(call.get("attention_mask"), batch, count)
         sources = self._ledger.begin(batch, count, tokens.device, real, positions)
         if sources is not None:
             for layer in self._quantized():
@@ -200,7 +221,13 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         Raises:
             GeometryError: Not what the config of the cache's model promised.
         """
-        self.geometry.check_tensors(layer_idx, key_states.shape, value_states.shape)
+        self.geometry.check_tensors(
+            layer_idx,
+            key_states.shape,
+            value_states.shape,
+            whose="the model that the cache was made for",
+            advice="make the cache from the model that it is used with",
+        )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
@@ -280,7 +307,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         belongs to. docs/files.md defines it.
 
         Args:
-            path: A file, by custom ``….safetensors``.
+            path: The file, with or without its ``.safetensors``.
             model: The model that filled the cache, with the adapters active that it had then.
             tokenizer: Its tokenizer; `load` refuses another one, and another chat template.
 
@@ -303,10 +330,17 @@ class QuantizedCache(Cache):  # type: ignore[misc]
     ) -> QuantizedCache:
         """The cache that was saved, bit for bit; generating goes on as it would have then.
 
+        A batch begins with the prefix in every row; padding goes between it and what follows.
+
         Example:
             >>> cache = QuantizedCache.load("system-prompt", model, tokenizer=tokenizer)
             >>> cache.batch_repeat_interleave(8)  # one prefix, eight questions
-            >>> model.generate(**questions, cache=cache)  # prefix included in input_ids
+            >>> first = tokenizer([prefix] * 8, return_tensors="pt")
+            >>> rest = tokenizer(questions, return_tensors="pt", add_special_tokens=False,
+            ...                  padding=True, padding_side="left")
+            >>> inputs = {name: torch.cat([first[name], rest[name]], dim=1)
+            ...           for name in ("input_ids", "attention_mask")}
+            >>> model.generate(**inputs, cache=cache)
 
         Args:
             path: The file, with or without its ``.safetensors``.
@@ -350,14 +384,6 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         else:
             self._ledger.reset()
 
-    def _real_tokens(self, mask: Any, batch: int, count: int) -> torch.Tensor | None:
-        """Which of a call's tokens are real, on the CPU; None if all are."""
-        real = real_tokens(mask, batch, self._ledger.slots, count)
-        begun = self._ledger.slots and all(group.tokens for group in self._ledger.groups)
-        if real is None or (count == 1 and begun and real.device.type != "cpu"):
-            return None  # of a decode step on a device: looking at the mask would stall it
-        return real.cpu()
-
     def _select(self, index: torch.Tensor) -> None:
         if not self._ledger.batch:
             return
@@ -389,6 +415,7 @@ def _install_hook(decoder: torch.nn.Module) -> None:
 
 def remove_hook(model: Any) -> None:
     """Takes off what `QuantizedCache.from_model` put on a model's decoder."""
+    check_model(model)
     decoder = base_model(model).get_decoder()
     restore_attention(decoder)
     handle = getattr(decoder, _HOOKED, None)

@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from kvquant.errors import InputError
+from kvquant.fingerprint import check_model
 from kvquant.geometry import CacheGeometry
 from kvquant.models.source import first_line
 from kvquant.presets import preset, preset_names
@@ -27,6 +28,7 @@ from .companions import state_nbytes
 from .decoding import Decoding, Prompt
 from .layer import QuantizedLayer
 from .sizes import live_nbytes
+from .summary import covered_windows
 
 PROMPT_TOKENS = 192
 TOKENS = 32
@@ -50,6 +52,7 @@ def check(
     tokenizer: Any,
     *,
     name: str = "",
+    adapters: Sequence[str] = (),
     schemes: Sequence[str] = (),
     scales: KVScales | Path | str | None = None,
     prompt_tokens: int | None = None,
@@ -61,7 +64,8 @@ def check(
     Args:
         model: A Transformers model or a PeftModel, with the adapters active that it serves.
         tokenizer: Its tokenizer.
-        name: Its name, for the report.
+        name: Its name, or that of its base, for the report.
+        adapters: Names of its adapters, likewise.
         schemes: Presets to measure; by default all.
         scales: Calibrated scales, or a file of them.
         prompt_tokens: Length of the text to begin with.
@@ -72,6 +76,7 @@ def check(
         InputError: Lengths that the model has no positions for, or no text.
         KVQuantError: A scheme or scales that do not fit the model.
     """
+    check_model(model)
     geometry = CacheGeometry.from_config(model.config)
     length = prompt_length(geometry, prompt_tokens, tokens)
     names = schemes or preset_names()
@@ -99,7 +104,8 @@ def check(
         stored.append(_stored(scheme, decoding, cache, prompt, reference[0]))
         cache.reset()
     dtype = str(model.dtype).removeprefix("torch.")
-    return CheckReport(name, geometry, dtype, length, tokens, tuple(cases), tuple(stored))
+    parts = tuple(cases), tuple(stored)
+    return CheckReport(name, tuple(adapters), geometry, dtype, length, tokens, *parts)
 
 
 def prompt_length(geometry: CacheGeometry, asked: int | None, tokens: int) -> int:
@@ -112,13 +118,18 @@ def prompt_length(geometry: CacheGeometry, asked: int | None, tokens: int) -> in
     if limit is None:
         return asked or PROMPT_TOKENS
     room = limit - tokens - 1  # one more reads back what is stored
-    length = asked or min(PROMPT_TOKENS, room)
-    if not 1 <= length <= room:
+    if room < 1:
         raise InputError(
-            f"{max(length, 1):,} tokens, {tokens:,} new ones and one that reads them are more than "
-            f"the model's {limit:,} positions: use fewer"
+            f"{tokens:,} new tokens and one that reads them need {tokens + 2:,} positions with the "
+            f"shortest prompt, the model has {limit:,}: use at most {max(limit - 2, 0):,} new ones"
         )
-    return length
+    if asked is not None and not 1 <= asked <= room:
+        raise InputError(
+            f"a prompt of {asked:,}, {tokens:,} new tokens and one that reads them need "
+            f"{asked + tokens + 1:,} positions, the model has {limit:,}: use a prompt of 1 to "
+            f"{room:,}"
+        )
+    return min(PROMPT_TOKENS, room) if asked is None else asked
 
 
 def _ids(tokenizer: Any, count: int) -> torch.Tensor:
@@ -217,7 +228,7 @@ def _stored(
         with _Readback(cache) as readback:
             decoding.feed(text, prompt.ids.shape[1], cache)
             decoding.feed(text, tokens.shape[1], cache)
-            live, has_codes = _tokens_nbytes(cache), _has_codes(cache)
+            live, has_codes, remarks = _tokens_nbytes(cache), *_quantized(cache)
             readback.compares = True
             decoding.feed(text.extended(tokens[:, -1:]), 1, cache)
     except Exception as error:
@@ -237,6 +248,7 @@ def _stored(
         value_difference=readback.worst[1],
         rounds=not all(plan.slot_scheme(*place).is_exact for place in slots),
         has_codes=has_codes,
+        remarks=tuple(remarks),
     )
 
 
@@ -300,15 +312,26 @@ def _tokens_nbytes(cache: QuantizedCache) -> int:
     return cache.live_nbytes() - beside
 
 
-def _has_codes(cache: QuantizedCache) -> bool:
-    stores = (
+def _quantized(cache: QuantizedCache) -> tuple[bool, list[str]]:
+    """Whether there are codes wherever there ever can be; and where there never can be."""
+    remarks = covered_windows(cache.scheme, cache.geometry)
+    stores = [
         store
         for layer in cache.layers
         if isinstance(layer, QuantizedLayer)
         for pair in layer.stores
         for store in pair
-    )
-    return any(len(store.coded) for store in stores)
+        if not store.window.never_codes
+    ]
+    if not stores or any(len(store.coded) for store in stores):
+        return True, remarks
+    limit = cache.geometry.max_positions
+    windows = [store.window for store in stores]
+    first = min(window.sinks + window.residual + window.unit for window in windows)
+    if limit is None or first < limit:
+        return False, remarks
+    line = f"the first tokens are quantized after {first:,}, and the model has {limit:,} positions"
+    return True, [*remarks, line]
 
 
 def _words(error: Exception) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvquant.geometry import CacheGeometry
+from kvquant.provenance import title
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Stored:
         key_difference: Norm of what quantizing did to the keys by their norm, in the worst layer.
         value_difference: Likewise.
         rounds: Whether the scheme quantizes anything.
-        has_codes: Whether any token is old enough to be quantized.
+        has_codes: Whether any token is old enough to be quantized, if there ever can be one.
+        remarks: What is never quantized, and why.
         error: What went wrong instead.
     """
 
@@ -104,6 +106,7 @@ class Stored:
     value_difference: float = 0.0
     rounds: bool = True
     has_codes: bool = True
+    remarks: tuple[str, ...] = ()
     error: str = ""
 
     @property
@@ -125,10 +128,11 @@ class Stored:
 
     @property
     def note(self) -> str:
-        """What the text was too short for, or nothing."""
-        if self.has_codes or self.error:
-            return ""
-        return f"{self.scheme}: no token is old enough to be quantized; raise --prompt-tokens"
+        """What is not quantized, ever or because the text is too short, or nothing."""
+        lines = list(self.remarks)
+        if not self.has_codes:
+            lines.append("no token is old enough to be quantized; raise --prompt-tokens")
+        return f"{self.scheme}: {'. '.join(lines)}" if lines and not self.error else ""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,8 @@ class CheckReport:
     """What `check` found.
 
     Attributes:
-        model: Its name.
+        model: Its name, or that of its base.
+        adapters: Names of the adapters that were active.
         geometry: Its cache.
         dtype: Of the model.
         prompt_tokens: Length of the text before the new tokens.
@@ -146,12 +151,18 @@ class CheckReport:
     """
 
     model: str
+    adapters: tuple[str, ...]
     geometry: CacheGeometry
     dtype: str
     prompt_tokens: int
     tokens: int
     cases: tuple[Case, ...]
     schemes: tuple[Stored, ...]
+
+    @property
+    def title(self) -> str:
+        """Model and adapters, for people."""
+        return title(self.model, self.adapters)
 
     @property
     def findings(self) -> list[str]:
@@ -162,13 +173,15 @@ class CheckReport:
     def notes(self) -> list[str]:
         """What else a reader has to know, a line each."""
         count = self.prompt_tokens + self.tokens
-        windows = [layer.window for layer in self.geometry.layers if layer.window is not None]
+        limit = self.geometry.max_positions
+        windows = {layer.window for layer in self.geometry.layers if layer.window is not None}
         passed = [
             f"the window of {window:,} tokens is not passed; raise --prompt-tokens"
-            for window in sorted(set(windows))
-            if window > count
+            for window in sorted(windows)
+            if window > count and (limit is None or window < limit)
         ]
-        return _joined(part.note for part in self._parts) + passed
+        latent = [_LATENT] if self.geometry.latent_layers else []
+        return _joined(part.note for part in self._parts) + passed + latent
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -182,6 +195,12 @@ class CheckReport:
     @property
     def _parts(self) -> tuple[Case | Stored, ...]:
         return (*self.cases, *self.schemes)
+
+
+_LATENT = (
+    "of layers with a latent (MLA) keys are the latent and values its rotary part, which presets "
+    "keep exact: rotary_format of QuantizedCache.from_model quantizes it. bits/value counts both"
+)
 
 
 def _joined(lines: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ def check_table(report: CheckReport) -> RenderableType:
     """Ways of feeding text, schemes, and what is wrong."""
     notes = [Text(f"note: {note}", style="yellow") for note in report.notes]
     return Group(
-        Text(f"{report.model}: {report.geometry.summary()}; {report.dtype}\n"),
+        Text(f"{report.title}: {report.geometry.summary()}; {report.dtype}\n"),
         _cases_table(report),
         _schemes_table(report),
         *notes,

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from kvquant.errors import FingerprintError, InputError, SchemeError
-from kvquant.fingerprint import fingerprint
+from kvquant.errors import InputError, SchemeError
 from kvquant.geometry import CacheGeometry
 from kvquant.presets import preset
 from kvquant.scales import KVScales
 from kvquant.scheme import Granularity, QuantScheme, TensorScheme
-from kvquant.storage import load_scales
+from kvquant.storage import check_belonging, load_scales
 
 
 def find_scales(
@@ -34,14 +33,11 @@ def find_scales(
     if scales is None:
         return None
     if not isinstance(scales, KVScales):
-        scales = load_scales(scales, model, tokenizer=tokenizer, force=force)
-    elif not force:
-        scales.check_model(fingerprint(model, tokenizer), geometry)
-    if scales.geometry.layers != geometry.layers:
-        raise FingerprintError(
-            f"scales of another cache cannot be forced: {scales.geometry.summary()} in the scales, "
-            f"{geometry.summary()} in the model"
-        )
+        return load_scales(scales, model, tokenizer=tokenizer, force=force)
+    if force:
+        scales.check_shape(geometry)
+    else:
+        check_belonging(scales, model, tokenizer, force)
     return scales
 
 
@@ -50,15 +46,21 @@ def choose_scheme(
     scales: KVScales | None,
     changes: dict[str, Any],
     layers: Mapping[int, str | QuantScheme],
-    count: int,
+    geometry: CacheGeometry,
 ) -> QuantScheme:
     """The scheme that the arguments of `from_model` ask for.
 
     Raises:
         InputError: Nothing was asked for, or changes of something that is not a preset.
-        SchemeError: A layer that the model does not have.
+        SchemeError: A layer that the model does not have, or a format for values where it has none.
     """
+    count = len(geometry.layers)
     changed = {name: value for name, value in changes.items() if value is not None}
+    if "value_format" in changed and geometry.latent_layers == geometry.attention_layers:
+        raise SchemeError(
+            "value_format does nothing: this model keeps a latent, which key_format is for, and "
+            "its rotary part, which rotary_format is for"
+        )
     if isinstance(scheme, str):
         chosen = _calibrated(preset(scheme, **changed), scales)
     elif changed:

@@ -12,6 +12,8 @@ import click
 from kvquant.options import base_option, json_option, placement_options
 
 if TYPE_CHECKING:
+    from kvquant.geometry import CacheGeometry
+
     from .check_report import CheckReport
 
 EXIT_DIFFERS = 1
@@ -93,6 +95,7 @@ def check(
     names = schemes or tuple(preset_names())
     for name in names:
         preset(name).check(geometry)
+    _check_scales(options["scales"], geometry)
 
     from kvquant.models.loading import load
 
@@ -104,7 +107,8 @@ def check(
         report = run.check(
             loaded.model,
             loaded.tokenizer,
-            name=source.requested,
+            name=source.base,
+            adapters=source.adapters,
             schemes=names,
             progress=progress,
             **options,
@@ -113,13 +117,30 @@ def check(
     context.exit(EXIT_DIFFERS if report.findings else 0)
 
 
+def _check_scales(path: str | None, geometry: CacheGeometry) -> None:
+    """Makes sure that there are such scales, for such a cache, before weights are read.
+
+    Raises:
+        FileFormatError: There are none.
+        FingerprintError: They are another model's.
+    """
+    if path is None:
+        return
+    from kvquant.fingerprint import Fingerprint
+    from kvquant.storage import load_scales
+
+    scales = load_scales(path)
+    if scales.geometry != geometry:
+        scales.check_model(Fingerprint(), geometry)  # says what differs
+
+
 def _notify(message: str) -> None:
     click.echo(message, err=True)
 
 
 @contextmanager
 def _steps(total: int) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says which of `total` steps is going on."""
+    """A line on stderr that says which of `total` steps is going on, from the first one on."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -129,17 +150,23 @@ def _steps(total: int) -> Iterator[Callable[[str], None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total)
-        begun = 0
+    progress = Progress(*columns, console=Console(stderr=True))
+    task = progress.add_task("", total=total)
+    begun = 0
 
-        def step(name: str) -> None:
-            nonlocal begun
-            progress.update(task, description=name, completed=begun)
-            begun += 1
+    def step(name: str) -> None:
+        nonlocal begun
+        progress.update(task, description=name, completed=begun)
+        if not begun:
+            progress.start()
+        begun += 1
 
+    try:
         yield step
         progress.update(task, description="done", completed=total)
+    finally:
+        if begun:
+            progress.stop()
 
 
 def _show(report: CheckReport, as_json: bool) -> None:

@@ -194,7 +194,13 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         for stores, group in zip(self._stores, self._ledger.groups, strict=True):
             if sum(n for _, _, n in group.pieces(call.start, call.start + new)) < new:
                 return None
+            seen = list(group.pieces(call.start - call.past, call.start + new))
+            if len(seen) > 1 and self.is_sliding:
+                return None  # a window is a number of slots
             rows = None if group.rows is None else group.index(self.device)
+            if rows is None and len(seen) > 1:
+                # A mask of slots does not fit tokens: named rows are not attended to by mask.
+                rows = torch.arange(len(call.states[KEY]), device=self.device)
             past = stores[KEY].length
             runs = []
             for store, states in zip(stores, call.states, strict=True):

@@ -101,6 +101,7 @@ class TokenLedger:
             keeps_positions: Whether some layer turns its mean with the position.
         """
         self._keeps_positions = keeps_positions
+        self._found: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -109,6 +110,7 @@ class TokenLedger:
         self.slots = 0
         self.bound = 0
         self.groups = [RowGroup()]
+        self._found.clear()
         self._positions = TokenBuffer((Field("position", (), torch.int32),), PAGE)
 
     def begin(
@@ -136,10 +138,11 @@ class TokenLedger:
         """
         if self.batch not in (0, batch):
             raise InputError(
-                f"the cache holds {self.batch} rows, the call has {batch}: reset() the cache, or "
-                "use batch_select_indices or batch_repeat_interleave"
+                f"the cache holds {row_count(self.batch)}, the call has {batch}: reset() the "
+                "cache, or use batch_select_indices or batch_repeat_interleave"
             )
         self.batch = batch
+        self._found.clear()
         start, self.slots = self.slots, self.slots + tokens
         self._note_positions(start, tokens, device, positions)
         if real is None or bool(real.all()):
@@ -149,11 +152,18 @@ class TokenLedger:
         return self._split(start, real)
 
     def positions_of(self, group: RowGroup, device: torch.device) -> Positions:
-        """Access to the positions of a group's real tokens."""
+        """Access to the positions of a group's real tokens, until the next call."""
 
         def positions(start: int, stop: int) -> torch.Tensor | None:
             if not self._keeps_positions:
                 return None
+            # Layer after layer asks for the same ones.
+            place = (id(group), start, stop, device)
+            if place not in self._found:
+                self._found[place] = find(start, stop)
+            return self._found[place]
+
+        def find(start: int, stop: int) -> torch.Tensor:
             parts = [
                 view[:, 0]
                 for span in group.slots_of(start, stop)
@@ -166,6 +176,20 @@ class TokenLedger:
 
         return positions
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether some slot of some row holds no real token."""
+        return any(group.tokens < self.slots for group in self.groups)
+
+    def real_slots(self) -> torch.Tensor:
+        """Which slots hold real tokens, bool ``[batch, slots]`` on the CPU."""
+        held = torch.zeros((self.batch, self.slots), dtype=torch.bool)
+        for group in self.groups:
+            rows = slice(None) if group.rows is None else list(group.rows)
+            for slot, count in group.runs:
+                held[rows, slot : slot + count] = True
+        return held
+
     def real_tokens(self, count: int) -> list[int]:
         """How many of the newest `count` slots hold real tokens, per group."""
         start = max(0, self.slots - count)
@@ -174,6 +198,7 @@ class TokenLedger:
     def crop(self, count: int) -> list[int]:
         """Takes the newest `count` slots back; tells how many real tokens that is, per group."""
         counts = self.real_tokens(count)
+        self._found.clear()
         self.slots = max(0, self.slots - count)
         self._positions.cut(self.slots)
         for group in self.groups:
@@ -183,6 +208,7 @@ class TokenLedger:
     def select(self, index: torch.Tensor) -> Sources:
         """Makes row i what row ``index[i]`` was; tells where each group comes from."""
         self._positions.map(lambda held: held.index_select(0, index.to(held.device)))
+        self._found.clear()
         self.batch = index.shape[0]
         if len(self.groups) == 1:
             return [(0, index)]
@@ -276,3 +302,8 @@ class TokenLedger:
         self.groups = groups
         if len(groups) == 1:
             groups[0].rows = None
+
+
+def row_count(count: int) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{count} row" if count == 1 else f"{count} rows"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,22 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvquant.errors import FingerprintError, InputError
-from kvquant.fingerprint import Fingerprint, fingerprint
+from kvquant.fingerprint import Fingerprint, check_model, differing, fingerprint
 from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
 from kvquant.scales import KVScales
 from kvquant.scheme import QuantScheme
-from kvquant.storage import find, pack_scales, parsing, read, unpack_scales, write
+from kvquant.storage import (
+    SUFFIX,
+    find,
+    pack_scales,
+    parsing,
+    read,
+    suffixed,
+    unpack_scales,
+    warn,
+    write,
+)
 
 from .cache import QuantizedCache
 from .companions import recurrent_state, restore_recurrent_state
@@ -41,6 +50,8 @@ def save_prefix(cache: QuantizedCache, path: Path | str, model: Any, tokenizer: 
     Raises:
         InputError: An empty cache, one of another model, or a place that cannot be written.
     """
+    check_model(model)
+    file = suffixed(path, SUFFIX)
     decoder = base_model(model).get_decoder()
     if decoder is not cache.plan.decoder:
         raise InputError("this cache was made for another model: save it with the one it was for")
@@ -62,7 +73,7 @@ def save_prefix(cache: QuantizedCache, path: Path | str, model: Any, tokenizer: 
         packed, header["scales"] = pack_scales(cache.scales)
         tensors |= {f"{_SCALES}{name}": tensor for name, tensor in packed.items()}
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    write(Path(path), KIND, tensors, {**header, "sha256": _sha256(tensors, header)})
+    write(file, KIND, tensors, {**header, "sha256": _sha256(tensors, header)})
 
 
 def load_prefix(
@@ -79,7 +90,7 @@ def load_prefix(
         FingerprintError: A prefix of another model, adapter set, tokenizer, chat template, or
             quantized with other scales.
     """
-    file = find(path, ".safetensors")
+    file = find(path, SUFFIX)
     tensors, header = read(file, KIND)
     with parsing(file):
         _check_intact(tensors, header)
@@ -89,13 +100,15 @@ def load_prefix(
         own = _own_scales(tensors, header)
     served = fingerprint(model, tokenizer)
     decoder = base_model(model).get_decoder()
-    different = _differences(saved, served)
+    other_settings = []
     if header["rope"] != _rope(decoder):
-        different.append("rotary settings")
+        other_settings.append("rotary settings")
     if geometry != CacheGeometry.from_config(model.config):
-        different.append("cache geometry")
-    _refuse(file, saved, served, different, force)
-    _warn_of_dtype(header["dtype"], _dtype(model))
+        other_settings.append("cache geometry")
+    refusal = _refusal(file, saved, served, other_settings)
+    # Codes do not fit into layers of another shape.
+    if refusal and (not force or "cache geometry" in other_settings):
+        raise FingerprintError(refusal)
     if scales is None:
         # What they were calibrated on was looked at when the prefix was made.
         cache = QuantizedCache.from_model(model, scheme, own, force=True)
@@ -108,6 +121,9 @@ def load_prefix(
             f"{file} was quantized with other scales or means: leave scales away, the file has "
             "its own"
         )
+    if refusal:
+        warn(f"forced: {refusal}")
+    _warn_of_what_is_not_known(saved, served, header["dtype"], _dtype(model))
     return cache
 
 
@@ -188,44 +204,47 @@ def _own_scales(tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) 
     return unpack_scales(_below(_SCALES, tensors), header["scales"])
 
 
-def _differences(saved: Fingerprint, served: Fingerprint) -> list[str]:
-    """What differs in a way that makes the prefix wrong; a tokenizer that is not known does not."""
-    found = saved.differences(served)
+def _refusal(file: Path, saved: Fingerprint, served: Fingerprint, other_settings: list[str]) -> str:
+    """What makes the prefix wrong, and what to do; a tokenizer that is not known does not."""
+    of_model = [*saved.differences(served), *other_settings]
+    of_text = []
+    if saved.tokenizer and served.tokenizer:
+        names = {"tokenizer": "tokenizer", "chat_template": "chat template"}
+        of_text = [
+            shown for name, shown in names.items() if getattr(saved, name) != getattr(served, name)
+        ]
+    if not of_model and not of_text:
+        return ""
+    who = f"{file} is a prefix of this model ({saved})"
+    if saved.differences(served):
+        who = f"{file} is a prefix of {saved}, the model is {served}"
+    what = differing([*of_model, *of_text])
+    if of_model:
+        return (
+            f"{who}: {what}, so that its keys and values would be wrong; let this model read the "
+            "prefix and save it"
+        )
+    return (
+        f"{who}, but the {what}, so that its tokens may be others than those of your text; give "
+        "the tokenizer that it was saved with, or let the model read the prefix again and save it"
+    )
+
+
+def _warn_of_what_is_not_known(
+    saved: Fingerprint, served: Fingerprint, saved_dtype: str, served_dtype: str
+) -> None:
+    """Warns of what may make a difference."""
     if not (saved.tokenizer and served.tokenizer):
         which = "the prefix" if served.tokenizer else "this call"
-        warnings.warn(
+        warn(
             f"{which} does not say which tokenizer it is for, so that another one or another chat "
-            "template goes unnoticed: give tokenizer=… to save and to load",
-            stacklevel=4,
+            "template goes unnoticed: give tokenizer=… to save and to load"
         )
-        return found
-    names = {"tokenizer": "tokenizer", "chat_template": "chat template"}
-    return found + [
-        shown for name, shown in names.items() if getattr(saved, name) != getattr(served, name)
-    ]
-
-
-def _refuse(
-    file: Path, saved: Fingerprint, served: Fingerprint, different: list[str], force: bool
-) -> None:
-    if not different:
-        return
-    message = (
-        f"{file} is a prefix of {saved}, the model is {served}: {' and '.join(different)} differ, "
-        "so that its keys and values would be wrong; let this model read the prefix and save it"
-    )
-    # Codes do not fit into layers of another shape.
-    if not force or "cache geometry" in different:
-        raise FingerprintError(message)
-    warnings.warn(f"forced: {message}", stacklevel=4)
-
-
-def _warn_of_dtype(saved: str, served: str) -> None:
-    if saved != served:
-        warnings.warn(
-            f"the prefix was computed in {saved}, the model is in {served}: what follows is not "
-            "exactly what it would be without the file",
-            stacklevel=4,
+    if saved_dtype != served_dtype:
+        warn(
+            f"the prefix was computed in {saved_dtype}, the model is in {served_dtype}, so that "
+            "what follows is not exactly what it would be without the file: load the model in "
+            f"{saved_dtype}, or let it read the prefix and save it again"
         )
 
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvquant.attention.interface import kernel_for
-from kvquant.scheme import TensorScheme
+from kvquant.geometry import CacheGeometry
+from kvquant.scheme import QuantScheme, TensorScheme
 
 from .companions import state_nbytes
 from .layer import QuantizedLayer
@@ -113,9 +114,15 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _remarks(cache: QuantizedCache) -> list[str]:
-    """What was made of the calibration, and which memory is not in the table."""
-    lines = [f"scheme: {cache.scheme}"]
-    lines += _means(cache)
+    """What was made of the calibration, what the sizes are, and which memory is not among them."""
+    dtype = str(cache.plan.decoder.dtype).removeprefix("torch.")
+    lines = [
+        f"sizes: the model is in {dtype}; live is what the tokens need, held includes room for "
+        "more; bf16 is what the same tokens need in bf16, ratio is bf16 / live",
+        f"scheme: {cache.scheme}",
+    ]
+    lines += [*covered_windows(cache.scheme, cache.geometry), *_latent(cache)]
+    lines += [*_means(cache), *_unused_ranges(cache)]
     lines.append(f"attention: {_attention(cache)}")
     shared = cache.workspace_nbytes()
     if shared:
@@ -169,3 +176,61 @@ def _means(cache: QuantizedCache) -> list[str]:
             f"({average:.0f} of {len(turned[0])} rotary pairs on average), fixed in the others"
         )
     return [line]
+
+
+def covered_windows(scheme: QuantScheme, geometry: CacheGeometry) -> list[str]:
+    """A line for each sliding window that the newest exact tokens fill."""
+    found = set()
+    for index in scheme.quantized_layers(geometry):
+        layer, own = geometry.layers[index], scheme.layer(index)
+        value = own.rotary_part if layer.is_latent else own.value
+        if layer.window is None or (own.key.is_exact and value.is_exact):
+            continue
+        if own.residual_length >= layer.window - 1 > 0:  # what the next token sees beside itself
+            found.add((own.residual_length, layer.window))
+    return [
+        f"the residual of {residual:,} tokens covers the window of {window:,}: nothing is ever "
+        f"quantized there; a residual_length below {window - 1:,} changes that"
+        for residual, window in sorted(found)
+    ]
+
+
+def _latent(cache: QuantizedCache) -> list[str]:
+    """One line on what the slots of latent layers hold."""
+    layers = cache.geometry.latent_layers
+    if not layers:
+        return []
+    line = "latent layers: keys are the latent, values its rotary part"
+    if all(cache.plan.slot_scheme(index, "value").is_exact for index in layers):
+        line += ", kept exact unless rotary_format is given"
+    return [line]
+
+
+def _unused_ranges(cache: QuantizedCache) -> list[str]:
+    """One line on calibrated scales whose ranges the scheme does not use."""
+    slots = {
+        (index, slot): cache.plan.slot_scheme(index, slot)
+        for index in cache.geometry.attention_layers
+        for slot in ("key", "value")
+    }
+    is_used = any(how.granularity.is_static for how in slots.values())
+    dynamic = [
+        place
+        for place, how in slots.items()
+        if how.format.is_scaled and not how.granularity.is_static
+    ]
+    if cache.scales is None or (is_used and not dynamic):
+        return []
+    line = f"scales: made for {cache.scales.scheme}"
+    if is_used:
+        which = [f"{name}s" for name in ("key", "value") if any(s == name for _, s in dynamic)]
+        where = _ranges(sorted({index for index, _ in dynamic}))
+        ranges = f"the ranges of the {' and '.join(which)} in layers {where}"
+        return [f"{line}; {ranges} are computed from what is stored instead"]
+    why = "computes its ranges from what it stores" if dynamic else "has no ranges"
+    has_means = any(
+        how.center and (known := cache.plan.tensor_scales(*place)) and known.mean is not None
+        for place, how in slots.items()
+    )
+    used = "only their means are used" if has_means else "nothing of them is used"
+    return [f"{line}; this scheme {why}, so that {used}"]

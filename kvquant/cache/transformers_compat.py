@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from typing import Any
 
 import transformers
@@ -60,9 +62,20 @@ def use_attention(decoder: Any) -> None:
     register()
     before = decoder.config._attn_implementation
     is_default = before == "sdpa" or (before == "eager" and not decoder._supports_sdpa)
-    if is_default and decoder._can_set_attn_implementation():
+    if is_default and decoder._can_set_attn_implementation() and not _asks_for_sdpa(decoder):
         decoder.set_attn_implementation(NAME)
         object.__setattr__(decoder, _ATTENTION_BEFORE, before)
+
+
+def _asks_for_sdpa(decoder: Any) -> bool:
+    """Whether a model does under the name ``sdpa`` what it leaves to others under another name.
+
+    DeepSeek V3.2 masks what its indexer did not pick. (Gemma 4: see `attention_mask`.)
+    """
+    module = sys.modules.get(type(decoder).__module__)
+    if module is None or ".gemma4" in module.__name__:
+        return False
+    return bool(re.search(r'_attn_implementation (?:==|in) .*"sdpa"', inspect.getsource(module)))
 
 
 def restore_attention(decoder: Any) -> None:

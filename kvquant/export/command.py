@@ -12,6 +12,9 @@ from kvquant.options import base_option, json_option
 
 EXIT_WRONG = 1
 
+_NOT_BESIDE = ("merge_adapter", "fold", "copy", "per_head")
+"""Options that have no meaning for a file beside an adapter."""
+
 
 @click.command()
 @click.option(
@@ -103,17 +106,15 @@ def export(
     if is_list:
         show.print_json(show.engines_values()) if as_json else show.show_engines()
         return
-    _check_options(model, scales, engines, options)
+    _check_options(model, scales, engines, output, options)
     assert model is not None
     from kvquant.models.source import resolve
 
-    from .export import ALL, ExportRequest
+    from .combine import asked
+    from .export import ExportRequest
     from .export import export as run
-    from .targets import target
 
-    for name in engines:
-        if name != ALL:
-            target(name)
+    asked(engines)  # unknown ones are told first
     request = ExportRequest(
         resolve(model, base=base, adapters=adapters),
         scales,
@@ -127,7 +128,11 @@ def export(
 
 
 def _check_options(
-    model: str | None, scales: str | None, engines: tuple[str, ...], options: dict[str, Any]
+    model: str | None,
+    scales: str | None,
+    engines: tuple[str, ...],
+    output: str | None,
+    options: dict[str, Any],
 ) -> None:
     """Refuses what cannot be meant.
 
@@ -139,12 +144,20 @@ def _check_options(
     if scales is None and options["fold"] in (None, "fp8"):
         raise ExportError("name the scales with --scales: kvquant calibrate makes them")
     if options["sidecar"]:
-        both = [name for name in ("merge_adapter", "fold", "copy") if options[name]]
-        if engines or both:
-            named = ["--engine"] if engines else [f"--{both[0].replace('_', '-')}"]
-            raise ExportError(f"--sidecar writes one file beside the adapter: leave {named[0]} out")
+        given = {"engine": engines, "output": output, **options}
+        both = [name for name in ("engine", "output", *_NOT_BESIDE) if given[name]]
+        if both:
+            named = f"--{both[0].replace('_', '-')}"
+            raise ExportError(f"--sidecar writes one file beside the adapter: leave {named} out")
     elif not engines:
         raise ExportError("name who is to read it with --engine: --list shows them, or all")
+    if options["data"] is not None and options["fold"] is None:
+        raise ExportError("--data is text to fold by: leave it out, or add --fold")
+    if scales is not None and options["fold"] in ("int8", "int4"):
+        raise ExportError(
+            f"an engine's own {options['fold']} computes its scales while serving: leave --scales "
+            "out, or --fold fp8"
+        )
 
 
 @click.command()

@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,16 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvquant import __version__
-from kvquant.errors import ExportError, FingerprintError
+from kvquant.errors import ExportError, FingerprintError, ModelError
 from kvquant.geometry import CacheGeometry
 from kvquant.models.source import ModelSource
 from kvquant.storage import load_scales
 
 from .checkpoint import Checkpoint, attention_modules, read_checkpoint
-from .combine import combined, contribute
-from .directory import Written, write_export
+from .combine import ALL, asked, combined, contribute
+from .directory import Written, check_output, write_export
 from .target import Contribution, ExportJob, ExportTarget
-from .targets import shared, target
 from .verify import verifiable, verify
 from .verify_report import Finding
 
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
     from kvquant.scales import KVScales
 
     from .folded import Folded
-
-ALL = "all"
-"""``--engine all``: those that one directory serves together."""
 
 
 @dataclass(frozen=True)
@@ -131,26 +126,47 @@ def export(request: ExportRequest, notify: Callable[[str], None]) -> ExportResul
         FingerprintError: Scales of another model or adapter set.
         InputError: A model, adapter or scales file that cannot be used.
     """
-    targets = _targets(request)
+    targets = [] if request.sidecar else asked(request.engines)
+    _check_request(request, targets)
+    scales = None if request.scales is None else load_scales(request.scales)
     base = _local(request.source, notify)
     checkpoint = read_checkpoint(Path(base.model))
-    scales = None if request.scales is None else load_scales(request.scales)
     if request.sidecar:
+        from .sidecar import export_sidecar
+
         assert scales is not None
-        return _sidecar(request, base, checkpoint, scales, notify)
-    if scales is not None and request.fold is None:
-        # Whatever an engine refuses is said before anything takes long.
+        return export_sidecar(request, base, checkpoint, scales, notify)
+    # Whatever is refused is refused before anything takes long.
+    if request.output is not None:
+        check_output(request.output, checkpoint.directory)
+    if scales is not None and request.fold in (None, "fp8"):
         contribute(targets, job_of(request, checkpoint, scales), ALL in request.engines)
-    with _model(request, base, checkpoint, scales, notify) as model:
-        return _export(request, targets, model, scales, notify)
+    with _model(request, base, checkpoint, scales, notify) as (model, checked):
+        return _export(request, targets, model, checked, notify)
 
 
-def _targets(request: ExportRequest) -> list[ExportTarget]:
-    if request.sidecar:
-        return []
-    if ALL in request.engines:
-        return shared()
-    return [target(name) for name in dict.fromkeys(request.engines)]
+def _check_request(request: ExportRequest, targets: list[ExportTarget]) -> None:
+    """Refuses what lacks something, or names something that nothing would come of.
+
+    Raises:
+        ExportError: No output, one that stays empty, or no adapter to merge.
+    """
+    if request.merge_adapter and not request.source.adapters:
+        raise ExportError(
+            f"{request.source} has no adapter to merge: name one with --adapter, or leave "
+            "--merge-adapter out"
+        )
+    if request.fold is not None and request.source.adapters and not request.merge_adapter:
+        raise ExportError(
+            "adapters do not fit weights that were folded without them: fold the merged model, "
+            "with --merge-adapter"
+        )
+    writes = request.fold is not None or any(each.facts.needs_weights for each in targets)
+    if writes and request.output is None:
+        raise ExportError("this export writes a directory: name it with --output")
+    if not writes and request.output is not None:
+        names = " and ".join(each.facts.title for each in targets) or "a sidecar"
+        raise ExportError(f"nothing would be written to {request.output} for {names}: leave it out")
 
 
 def _local(source: ModelSource, notify: Callable[[str], None]) -> ModelSource:
@@ -175,16 +191,12 @@ def job_of(request: ExportRequest, checkpoint: Checkpoint, scales: KVScales) -> 
     geometry = CacheGeometry.from_config(dict(checkpoint.config))
     modules = attention_modules(checkpoint, geometry)
     if scales.geometry != geometry:
-        scales.check_model(_unknown(), geometry)  # says what differs
+        from kvquant.fingerprint import Fingerprint
+
+        scales.check_model(Fingerprint(), geometry)  # says what differs
     return ExportJob(
         checkpoint, geometry, modules, scales, request.per_head, request.tensor_parallel
     )
-
-
-def _unknown() -> Fingerprint:
-    from kvquant.fingerprint import Fingerprint
-
-    return Fingerprint()
 
 
 @contextmanager
@@ -194,74 +206,96 @@ def _model(
     checkpoint: Checkpoint,
     scales: KVScales | None,
     notify: Callable[[str], None],
-) -> Iterator[Checkpoint]:
-    """The checkpoint to export: the base, or one with the adapters merged that is gone after."""
-    if base.adapters and request.merge_adapter:
-        from .merged import write_merged
+) -> Iterator[tuple[Checkpoint, KVScales | None]]:
+    """The checkpoint to export, and its scales with a note if they are forced on it.
 
-        def check(served: Fingerprint) -> None:
-            _check_scales(request, scales, served, checkpoint, notify)
-
-        with scratch(request.output) as directory:
-            write_merged(base, checkpoint, check, directory, notify)
-            yield read_checkpoint(directory)
+    It is the base, or one with the adapters merged that is gone afterwards.
+    """
+    if not request.merge_adapter or request.output is None:
+        source = base if request.merge_adapter else replace(base, adapters=())
+        yield checkpoint, scales and checked(request, scales, source, notify)
         return
-    served = _fingerprint(replace(base, adapters=()), notify)
-    _check_scales(request, scales, served, checkpoint, notify)
-    yield checkpoint
+    from .merged import scratch, write_merged
+
+    found: list[KVScales] = []
+
+    def check(served: Fingerprint) -> None:
+        if scales is not None:
+            found.append(_belonging(request, scales, served, notify))
+
+    with scratch(request.output) as directory:
+        write_merged(base, checkpoint, check, directory, notify)
+        yield read_checkpoint(directory), next(iter(found), None)
 
 
-def _fingerprint(source: ModelSource, notify: Callable[[str], None]) -> Fingerprint:
-    """Identity of a model on disk, which is loaded only if there is no other way."""
+def checked(
+    request: ExportRequest,
+    scales: KVScales,
+    source: ModelSource,
+    notify: Callable[[str], None],
+) -> KVScales:
+    """The scales, if they are those of a model on disk; with a note if they are forced on it.
+
+    The model is loaded only if there is no other way to tell, and not at all if it does not matter.
+
+    Raises:
+        FingerprintError: They belong to another model or adapter set.
+        ModelError: The model cannot be loaded, and there is no other way to tell.
+    """
     from kvquant.fingerprint import checkpoint_fingerprint, fingerprint
+    from kvquant.models.loading import load
 
     found = None if source.adapters else checkpoint_fingerprint(Path(source.model))
+    if found is None and request.force:
+        return _forced(scales, f"whether the scales belong to {source} was not looked at", notify)
     if found is None:
-        from kvquant.models.loading import load
-
         notify(f"loading {source} to see that the scales belong to it")
-        found = fingerprint(load(source, device="cpu", notify=notify).model)
-    return found
-
-
-def _check_scales(
-    request: ExportRequest,
-    scales: KVScales | None,
-    served: Fingerprint,
-    checkpoint: Checkpoint,
-    notify: Callable[[str], None],
-) -> None:
-    """Makes sure that the scales are those of the model that will be served."""
-    if scales is None:
-        return
-    geometry = CacheGeometry.from_config(dict(checkpoint.config))
-    try:
-        scales.check_model(served, geometry)
-    except FingerprintError as error:
-        if request.force and geometry == scales.geometry:
-            notify(f"forced: {error}")
-            return
-        if request.source.adapters and not (request.merge_adapter or request.sidecar):
-            raise FingerprintError(
-                f"{error}. Without --merge-adapter the base is served, with scales that are safe "
-                "for it and the adapters: kvquant calibrate --shared"
+        try:
+            found = fingerprint(load(source, device="cpu", notify=notify).model)
+        except ModelError as error:
+            raise ModelError(
+                f"{error}; without loading it nobody can tell whether the scales belong to it: "
+                "--force takes them unseen"
             ) from error
-        raise
+    return _belonging(request, scales, found, notify)
 
 
-@contextmanager
-def scratch(output: Path | None) -> Iterator[Path]:
-    """A directory on the filesystem of the output, gone at the end."""
-    assert output is not None
+def _belonging(
+    request: ExportRequest,
+    scales: KVScales,
+    served: Fingerprint,
+    notify: Callable[[str], None],
+) -> KVScales:
+    """The scales, if they are those of the model that will be served, or forced on it."""
+    apart = request.source.adapters and not (request.merge_adapter or request.sidecar)
+    known = scales.provenance.fingerprints
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(prefix=".kvquant-", dir=output.parent)
-    except OSError as error:
-        raise ExportError(f"cannot write {output}: {error.strerror or error}") from error
-    try:
-        yield Path(made)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        scales.provenance.check(served)
+        if apart and all(len(each.adapters) <= len(served.adapters) for each in known):
+            raise FingerprintError(f"the scales belong to {served} without its adapters")
+    except FingerprintError as error:
+        if request.force:
+            return _forced(scales, str(error), notify)
+        if not apart:
+            raise
+        raise FingerprintError(
+            f"{error}. Without --merge-adapter the base is served, with scales that are safe for "
+            "it and the adapters: kvquant calibrate --shared"
+        ) from error
+    return scales
+
+
+def _forced(scales: KVScales, why: str, notify: Callable[[str], None]) -> KVScales:
+    """The same scales, with a note that goes wherever they go."""
+    notify(f"forced: {why}")
+    notes = (*scales.provenance.notes, f"forced: {why}")
+    return replace(scales, provenance=replace(scales.provenance, notes=notes))
+
+
+def forced_notes(scales: KVScales | None) -> list[str]:
+    """What a reader has to know about scales that were forced on a model."""
+    notes = () if scales is None else scales.provenance.notes
+    return [note for note in notes if note.startswith("forced: ")]
 
 
 def _export(
@@ -278,7 +312,7 @@ def _export(
     assert scales is not None
     job = job_of(request, checkpoint, scales)
     wanted, refused = contribute(targets, job, ALL in request.engines)
-    whole = combined(wanted)
+    whole = combined(wanted, forced_notes(scales))
     written = None
     if any(each.facts.needs_weights for each in targets):
         written = write(request, checkpoint, whole, scales, notify)
@@ -296,11 +330,10 @@ def write(
     """Writes a directory; `options` go to `write_export`.
 
     Raises:
-        ExportError: No output was named, or it cannot be written.
+        ExportError: It cannot be written.
     """
     output = options.pop("output", request.output)
-    if output is None:
-        raise ExportError("this export writes a directory: name it with --output")
+    assert output is not None
     record = {
         "kvquant": __version__,
         "model": str(request.source),
@@ -320,9 +353,12 @@ def write(
         "launch": list(whole.launch),
         "remarks": list(whole.remarks),
     }
-    return write_export(
-        checkpoint, whole, output, copy=request.copy, record=record, notify=notify, **options
-    )
+    options |= {"record": record, "notify": notify}
+    if request.merge_adapter:
+        from .merged import write_from_scratch
+
+        return write_from_scratch(checkpoint, whole, output, **options)
+    return write_export(checkpoint, whole, output, copy=request.copy, **options)
 
 
 def result(
@@ -341,30 +377,12 @@ def result(
 
 def _outcome(name: str, one: Contribution, written: Written | None) -> EngineOutcome:
     place = "MODEL" if written is None else str(written.directory)
-    launch = tuple(line.format(model=place) for line in one.launch)
+    launch = tuple(
+        line.format(model=place if "'{model}'" in line else shlex.quote(place))
+        for line in one.launch
+    )
     if written is None or name not in verifiable() or (not one.tensors and not one.files):
         return EngineOutcome(name, launch)
     report = verify(written.directory, name)
     found = sum(1 for layer in report.layers if layer.key is not None and layer.value is not None)
     return EngineOutcome(name, launch, found, report.findings)
-
-
-def _sidecar(
-    request: ExportRequest,
-    base: ModelSource,
-    checkpoint: Checkpoint,
-    scales: KVScales,
-    notify: Callable[[str], None],
-) -> ExportResult:
-    """Scales beside an adapter."""
-    from .sidecar import FILE, write_sidecar
-
-    if len(base.adapters) != 1:
-        raise ExportError(
-            f"a sidecar belongs to one adapter, {len(base.adapters)} are given: name its directory "
-            "as the model"
-        )
-    _check_scales(request, scales, _fingerprint(base, notify), checkpoint, notify)
-    adapter = Path(base.adapters[0]).expanduser()
-    remarks = write_sidecar(job_of(request, checkpoint, scales), adapter)
-    return ExportResult((), None, (), remarks, sidecar=adapter / FILE)

@@ -13,7 +13,7 @@ from kvquant.geometry import CacheGeometry
 from kvquant.models.source import ModelSource
 
 from .checkpoint import Checkpoint, attention_modules, read_checkpoint
-from .combine import combined, contribute
+from .combine import ALL, combined, contribute
 from .target import Contribution, ExportTarget
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ _DYNAMIC: Mapping[tuple[str, str], tuple[str, str]] = {
 }
 """Engines that compute scales for each token: how they quantize, and how to launch them, by engine
 and format."""
+
+_ADAPTERS = (
+    "LoRA adapters of this model do not fit the folded weights: serve none beside them; "
+    "--merge-adapter folds a model with its adapter"
+)
 
 
 @dataclass(frozen=True)
@@ -72,21 +77,22 @@ def export_folded(
             directory cannot be written.
     """
     from .directory import check_output
-    from .export import result, scratch, write
+    from .export import forced_notes, result, write
     from .fold import check_foldable, choose, folded_scales
     from .fold_error import fold_report
     from .fold_observe import observe
     from .fold_weights import check_folded, folded_tensors
+    from .merged import scratch
 
-    assert request.fold is not None
-    if request.output is None:
-        raise ExportError("folding writes weights: name a directory with --output")
+    assert request.fold is not None and request.output is not None
     target = check_output(request.output, checkpoint.directory)
     geometry = CacheGeometry.from_config(dict(checkpoint.config))
     modules = attention_modules(checkpoint, geometry)
     check_foldable(checkpoint.config, geometry)
     if request.fold == FP8 and scales is None:
         raise ExportError("folding for fp8 exports static scales too: give them with --scales")
+    if request.fold == FP8 and scales is not None:
+        folded_scales(scales, {})  # refuses those that are too coarse
     quantizer = FP8 if request.fold == FP8 else _quantizer(targets, request.fold)
     model, blocks = _load(request, checkpoint, notify)
     check_foldable(checkpoint.config, geometry, model)
@@ -97,14 +103,14 @@ def export_folded(
     errors = tuple(fold_report(observed, folds))
     if request.fold == FP8:
         assert scales is not None
-        from .export import ALL, job_of
+        from .export import job_of
 
         scales = folded_scales(scales, folds)
         job = job_of(request, checkpoint, scales)
         wanted, refused = contribute(targets, job, ALL in request.engines)
     else:
         wanted, refused = _dynamic(targets, request.fold), {}
-    whole = combined(wanted)
+    whole = combined(wanted, [*forced_notes(scales), _ADAPTERS])
     with scratch(request.output) as directory:
         replaced = _write_weights(
             dict(folded_tensors(checkpoint, modules, folds)), directory / "folded.safetensors"

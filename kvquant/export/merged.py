@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvquant.errors import ExportError
 from kvquant.models.source import ModelSource
 
+from .checkpoint import CONFIG, Checkpoint
+from .directory import LinkMode, Written, write_export
+
 if TYPE_CHECKING:
     from kvquant.fingerprint import Fingerprint
 
-    from .checkpoint import Checkpoint
+    from .target import Contribution
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -69,7 +77,51 @@ def write_merged(
         with quiet():
             merged.save_pretrained(directory)
         loaded.tokenizer.save_pretrained(directory)
+    except Exception as error:  # safetensors wraps a full disk in an exception of its own
+        raise ExportError(f"cannot write the merged model beside the output: {error}") from error
+
+
+@contextmanager
+def scratch(output: Path) -> Iterator[Path]:
+    """A directory on the filesystem of the output, gone at the end."""
+    target = Path(os.path.realpath(output))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(prefix=".kvquant-", dir=target.parent)
     except OSError as error:
-        raise ExportError(
-            f"cannot write the merged model beside the output: {error.strerror or error}"
-        ) from error
+        raise ExportError(f"cannot write {output}: {error.strerror or error}") from error
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def write_from_scratch(
+    checkpoint: Checkpoint, contribution: Contribution, output: Path, **options: Any
+) -> Written:
+    """Writes an export whose base is gone afterwards, so that all of it is new.
+
+    Args:
+        checkpoint: A model in a directory of `scratch`.
+        contribution: What the engines want.
+        output: Directory that is made.
+        options: As for `write_export`.
+
+    Raises:
+        ExportError: It cannot be written.
+    """
+    copy = not _has_hard_links(checkpoint.directory)
+    written = write_export(checkpoint, contribution, output, copy=copy, **options)
+    nbytes = sum((output / name).stat().st_size for name in written.files)
+    return replace(written, weights=LinkMode.COPY, new_bytes=nbytes)
+
+
+def _has_hard_links(directory: Path) -> bool:
+    """Whether the filesystem has them; a symbolic link would lead to what is gone afterwards."""
+    other = directory / ".linked"
+    try:
+        os.link(directory / CONFIG, other)
+    except OSError:
+        return False
+    other.unlink()
+    return True

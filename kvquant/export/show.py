@@ -26,8 +26,8 @@ def console() -> Console:
     """As wide as the terminal, or 100 columns into a pipe."""
     from rich.console import Console
 
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(width=100, highlight=False)
+    made = Console(highlight=False, emoji=False)
+    return made if made.is_terminal else Console(width=100, highlight=False, emoji=False)
 
 
 def show_engines() -> None:
@@ -39,7 +39,7 @@ def show_engines() -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("--engine", "formats", "one scale for", "written", "facts from", "in all"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold", no_wrap=heading == "--engine")
     for name in target_names():
         facts = target(name).facts
         table.add_row(
@@ -71,9 +71,10 @@ def show_export(result: ExportResult) -> None:
             f"{written.directory}: {len(written.files)} files, weights by {written.weights.value}, "
             f"{written.new_bytes / 1e6:.2f} MB new, {len(result.tensors)} scale tensors",
             soft_wrap=True,
+            markup=False,
         )
     if result.sidecar is not None:
-        out.print(f"written: {result.sidecar}", soft_wrap=True)
+        out.print(f"written: {result.sidecar}", soft_wrap=True, markup=False)
     if result.folded is not None:
         _show_folded(out, result.folded)
     for engine in result.engines:
@@ -94,7 +95,8 @@ def _heading(out: Console, name: str, refusal: str, ok: bool, layers: int | None
         out.print(f"\n{name}:", markup=False)
     else:
         verdict = "would load" if ok else "WOULD NOT serve as meant;"
-        out.print(f"\n{name}: {verdict} scales of {layers} layers", markup=False)
+        count = f"scales of {layers} layers" if layers or not ok else "no scales, and uses none"
+        out.print(f"\n{name}: {verdict} {count}", markup=False)
 
 
 def _show_findings(out: Console, findings: tuple[Finding, ...]) -> None:
@@ -161,7 +163,8 @@ def show_verify(report: VerifyReport, run: RunReport | None) -> None:
     out.print(table)
     _show_findings(out, report.findings)
     serious = sum(finding.serious for finding in report.findings)
-    judged = "would be served as meant" if report.ok else f"{serious} things are wrong"
+    wrong = "1 thing is wrong" if serious == 1 else f"{serious} things are wrong"
+    judged = "would be served as meant" if report.ok else wrong
     out.print(f"\n{report.engine}: {report.directory}: {judged}", soft_wrap=True, markup=False)
     if run is not None:
         _show_run(out, run)
@@ -186,7 +189,7 @@ def _scale(scale: tuple[float, ...]) -> str:
 
 def _show_run(out: Console, run: RunReport) -> None:
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
-    out.print(f"\nrun with {versions}: {len(run.generated)} tokens generated", soft_wrap=True)
+    out.print(f"\nrun with {versions}: {len(run.generated)} tokens generated", markup=False)
     for change in run.changes:
         out.print(
             f"  {change.slot} of layer {change.layer} times {change.factor:.3g}: logits change by "

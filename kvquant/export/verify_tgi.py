@@ -63,8 +63,8 @@ def _twice(served: ServedDirectory) -> list[Finding]:
     name, places = next(iter(found.items()))
     return [
         Finding(
-            f"{some(len(found), 'tensor')} ({examples(list(found))}) are in more than one file, "
-            f"{name} in {' and '.join(places)}: {ENGINE} stops at them",
+            f"in more than one file: {some(len(found), 'tensor')} ({examples(list(found))}), "
+            f"{name} in {' and '.join(places)}; {ENGINE} stops there",
             "remove the copies",
         )
     ]

@@ -152,8 +152,11 @@ def _made_by_modelopt(producer: Any) -> bool:
 def _cache_undeclared(found: config.ModelOpt, where: str) -> list[Finding]:
     if found.kv_algo == "FP8":
         return []
-    says = "does not say how the cache is quantized" if found.kv_algo is None else found.kv_algo
-    declares = says if found.kv_algo is None else f"declares the cache as {says}"
+    declares = (
+        f"declares the cache as {found.kv_algo}"
+        if found.kv_algo
+        else "does not say how the cache is quantized"
+    )
     return [
         Finding(
             f"{where} {declares}: {ENGINE} keeps it in 16 bits unless launched with "

@@ -62,7 +62,7 @@ def load(
     dtype: str = "auto",
     device: str | None = None,
     device_map: str | None = None,
-    notify: Callable[[str], None],
+    notify: Callable[[str], None] = lambda message: None,
 ) -> LoadedModel:
     """Loads model, tokenizer and adapters.
 
@@ -72,7 +72,7 @@ def load(
             accelerator, float32 on a CPU, where it is exact and faster than bfloat16.
         device: ``cpu``, ``cuda``, ``cuda:1``, …; a GPU if there is one, else the CPU.
         device_map: ``auto`` spreads a model over all GPUs; takes the place of `device`.
-        notify: Told what takes long: a download, a conversion.
+        notify: Told what takes long: a download, a conversion. By default nobody is.
 
     Raises:
         ModelError: No usable model: the message says what is missing and what to do.
@@ -173,7 +173,9 @@ def _device_type(name: str) -> str:
     return device.type
 
 
-def make_local(source: ModelSource, notify: Callable[[str], None]) -> ModelSource:
+def make_local(
+    source: ModelSource, notify: Callable[[str], None] = lambda message: None
+) -> ModelSource:
     """The same source with all files on this machine: downloaded, and SmolLM2 converted."""
     if source.gguf_file is None:
         directory = fetch_weights(source, notify)

@@ -274,3 +274,9 @@ def test_a_token_without_embedding_is_refused_before_the_first_pass(
 ) -> None:
     with pytest.raises(InputError, match=r"token 128\b.*0 to 127"):
         collected(tiny("llama"), [*random_blocks(5), [5, 128, 7]])
+
+
+def test_a_name_is_no_model() -> None:
+    geometry = CacheGeometry.from_config({"model_type": "llama", "num_hidden_layers": 1})
+    with pytest.raises(InputError, match="model must be a model in memory, not 'tiny-llama'"):
+        collect("tiny-llama", [[3, 4]], geometry)

@@ -194,7 +194,14 @@ def bad_inputs(models: dict[str, Path], tmp_path: Path) -> dict[str, tuple[list[
     return {
         "no such model": (["calibrate", "-m", tmp_path / "nothing", "-o", out], "nothing"),
         "a directory that is no model": (["calibrate", "-m", tmp_path, "-o", out], "config.json"),
-        "unknown format": ([*calibrate(base, out), "--format", "int5"], "fp8_e4m3, fp8_e5m2, int8"),
+        "unknown format": (
+            [*calibrate(base, out), "--format", "int5"],
+            "unknown format 'int5': possible are fp8_e4m3, fp8_e5m2, int8, int4 (fp8 = fp8_e4m3)",
+        ),
+        "unknown format of the values": (
+            ["solve", broken, "-o", out, "--value-format", "int5"],
+            "unknown format 'int5': possible are fp8_e4m3, fp8_e5m2, int8, int4 (fp8 = fp8_e4m3)",
+        ),
         "format without scales": (
             [*calibrate(base, out), "--key-format", "bf16"],
             "bf16 has no scales and needs no calibration; formats with calibrated scales are "
@@ -215,7 +222,8 @@ def bad_inputs(models: dict[str, Path], tmp_path: Path) -> dict[str, tuple[list[
             "per-group scales are computed while serving",
         ),
         "unknown granularity": (
-            [*calibrate(base, out), "--granularity", "per-row"], "per-tensor, per-head",
+            [*calibrate(base, out), "--granularity", "per-row"],
+            "unknown granularity 'per-row': possible are per-tensor, per-head, per-channel",
         ),
         "fp8 with zero point": ([*calibrate(base, out), "--asymmetric"], "int8, int4"),
         "context too long": ([*calibrate(base, out), "-c", "513"], "512"),
@@ -265,8 +273,90 @@ def test_bad_input_is_one_line_and_exit_code_2(
         last = shown.err.strip().splitlines()[-1]
         assert last.lower().startswith("error: "), name
         assert reason in last, f"{name}: {last}"
+        if reason.startswith("unknown "):
+            assert last.endswith(reason), f"{name}: {last}"  # and nothing else is possible
         assert "Traceback" not in shown.err, name
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, name
+
+
+@pytest.mark.parametrize(
+    ("text", "samples", "warned"),
+    [("hello", 2, True), ("x" * 63, 2, True), ("x" * 64, 2, False), ("x" * 500, 2, False)],
+)
+def test_a_text_that_is_far_too_short_is_worth_a_warning(
+    models: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    text: str,
+    samples: int,
+    warned: bool,
+) -> None:
+    (tmp_path / "short.txt").write_text(text)
+    arguments = calibrate(models["base"], tmp_path / "out", "--data", tmp_path / "short.txt")
+    assert run([*arguments, "--samples", str(samples), "--json"]) == 0
+    shown = capfd.readouterr()
+    json.loads(shown.out)
+    lines = [line for line in shown.err.splitlines() if line.startswith("warning: ")]
+    expected = (
+        f"warning: the text has only {len(text)} of the 128 tokens asked for, and scales from so "
+        "few may clip what you serve: give more text with --data"
+    )
+    assert lines == ([expected] if warned else [])
+
+
+def test_inspect_shows_what_a_prefix_holds(
+    models: dict[str, Path], tmp_path: Path, tiny: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from kvquant import QuantizedCache
+    from kvquant.cache.transformers_compat import cache_argument
+    from kvquant.fingerprint import fingerprint
+
+    assert run(calibrate(models["base"], tmp_path / "scales")) == 0
+    model = tiny("llama")
+    for name, scales, rows in (("plain", None, 1), ("calibrated", tmp_path / "scales", 2)):
+        cache = QuantizedCache.from_model(model, "int4", scales, sink_tokens=0)
+        ids = torch.arange(3, 26).expand(rows, -1)
+        with torch.no_grad():
+            model(ids, **{cache_argument(model.get_decoder()): cache})
+        cache.save(tmp_path / name, model)
+    capfd.readouterr()
+    assert run(["inspect", str(tmp_path / "plain")]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    for words in (
+        "a quantized prefix",
+        f"fits {fingerprint(model)}",
+        "cache llama cache: 2 x full",
+        "dtype float32",
+        "scheme K int4 per-token asymmetric centered rotated, V int4",
+        "tokens 23 in 1 row │",
+        # 2 layers, 2 heads, keys and values, of 16 channels.
+        f"size {23 * 2 * 2 * 2 * (8 + 4):,} bytes",
+    ):
+        assert words in shown, shown
+    assert "scales" not in shown
+    assert run(["inspect", str(tmp_path / "calibrated.safetensors")]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "scales of base" in shown and "tokens 23 in each of 2 rows" in shown
+    assert run(["inspect", str(tmp_path / "plain"), "--json"]) == 0
+    values = json.loads(capfd.readouterr().out)
+    assert (values["kind"], values["rows"], values["tokens"]) == ("prefix", 1, 23)
+    assert values["fingerprint"] == {**fingerprint(model).to_dict(), "adapters": []}
+    assert run(["inspect", str(tmp_path / "plain"), "--plot", str(tmp_path / "x.png")]) == 2
+    assert capfd.readouterr().err == (
+        f"error: {tmp_path}/plain.safetensors is a prefix: --plot draws scales and statistics\n"
+    )
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_a_damaged_prefix_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import save_file
+
+    for kvquant_entry in ('{"version": 2, "kind": "prefix"}', '{"version": 9, "kind": "prefix"}'):
+        save_file({}, tmp_path / "p.safetensors", metadata={"kvquant": kvquant_entry})
+        assert run(["inspect", str(tmp_path / "p")]) == 2
+        shown = capfd.readouterr()
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+        assert shown.err.startswith(f"error: {tmp_path}/p.safetensors ")
 
 
 def test_a_full_disk_keeps_the_old_output(models: dict[str, Path], tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_foreign_files(tmp_path: Path) -> None:
 
 
 def test_scales_are_no_statistics(stats: CalibrationStats, tmp_path: Path) -> None:
-    path = tmp_path / "scales"
+    path = tmp_path / "scales.safetensors"
     storage.save_scales(solve(stats, QuantScheme(INT8, INT8, frozenset({1}))), path)
     with pytest.raises(FileFormatError, match="scales file, a stats file"):
         load_stats(path)

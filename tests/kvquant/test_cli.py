@@ -31,6 +31,17 @@ def main_with(run: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_it_runs_as_a_module_too() -> None:
+    command = [sys.executable, "-m", "kvquant", "merge", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    script = subprocess.run(
+        [KVQUANT, "merge", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == script.stdout
+    assert done.stdout.startswith("Usage: kvquant merge ")
+
+
 def test_nobody_reads_the_output() -> None:
     reader, writer = os.pipe()
     os.close(reader)

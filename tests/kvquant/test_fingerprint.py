@@ -16,8 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
-from kvquant.errors import FileFormatError, FingerprintError
-from kvquant.fingerprint import Fingerprint, checkpoint_fingerprint, fingerprint, record_lineage
+from kvquant.errors import FileFormatError, FingerprintError, InputError
+from kvquant.fingerprint import (
+    Fingerprint,
+    check_model,
+    checkpoint_fingerprint,
+    differing,
+    fingerprint,
+    record_lineage,
+)
 from kvquant.models.adapters import activate, attach, merge
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -620,6 +627,42 @@ def test_a_refusal_shows_both_and_what_differs(theirs: Fingerprint, differ: str)
     assert message.endswith(differ)
     assert "wwwwwwwwwwww + adapter aaaaaaaaaaaa" in message
     assert str(theirs) in message
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["weights"], "weights differ"),
+        (["tokenizer"], "tokenizer differs"),
+        (["chat template"], "chat template differs"),
+        (["cache geometry"], "cache geometry differs"),
+        (["rotary settings"], "rotary settings differ"),
+        (["tokenizer", "chat template"], "tokenizer and chat template differ"),
+        (["weights", "adapters", "tokenizer"], "weights, adapters and tokenizer differ"),
+    ],
+)
+def test_what_differs_is_said_in_good_english(names: list[str], said: str) -> None:
+    assert differing(names) == said
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("tiny-llama", "'tiny-llama'"),
+        (Path("tiny-llama"), r"PosixPath\('tiny-llama'\)"),
+        (None, "a NoneType"),
+        (torch.nn.Linear(2, 2), "a Linear"),
+    ],
+)
+def test_what_is_no_model_is_refused(model: Any, shown: str) -> None:
+    for look in (check_model, fingerprint):
+        with pytest.raises(InputError, match=f"^model must be a model in memory, not {shown}: gi"):
+            look(model)
+
+
+def test_a_name_is_no_tokenizer(tiny: Callable[..., Any]) -> None:
+    with pytest.raises(InputError, match=r"^tokenizer must be a tokenizer in memory, not 'tiny'"):
+        fingerprint(tiny("llama"), "tiny")
 
 
 def test_the_short_form_is_for_people() -> None:

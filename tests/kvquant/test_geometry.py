@@ -382,6 +382,33 @@ def test_check_tensors_names_both_sizes() -> None:
         geometry.check_tensors(2, (1, 5, 128), (1, 8, 5, 128))
 
 
+def test_check_tensors_says_whose_shapes_these_are() -> None:
+    geometry = CacheGeometry.from_config({"model_type": "qwen3_next", "num_hidden_layers": 4})
+    says: dict[str, Any] = {"whose": "the other model", "advice": "take that one"}
+    for layer, shape, message in (
+        (9, (1, 2, 5, 256), "the model caches in layer 9, but the other model has 4 layers"),
+        (
+            0,
+            (1, 2, 5, 256),
+            ".* the other model has one of the kind 'linear' there, which has none",
+        ),
+        (
+            3,
+            (1, 1, 5, 256),
+            "layer 3 caches keys of 1 heads x 256, but the other model has 2 heads x",
+        ),
+    ):
+        with pytest.raises(GeometryError, match=f"^{message}.*: take that one$"):
+            geometry.check_tensors(layer, shape, shape, **says)
+
+
+def test_layers_with_a_latent() -> None:
+    geometry = CacheGeometry.from_config({"model_type": "deepseek_v3", "num_hidden_layers": 3})
+    assert geometry.latent_layers == geometry.attention_layers == (0, 1, 2)
+    assert all(layer.is_latent for layer in geometry.layers)
+    assert CacheGeometry.from_config(LLAMA_3_1_8B).latent_layers == ()
+
+
 def test_check_tensors_refuses_layers_that_cache_nothing_or_do_not_exist() -> None:
     geometry = CacheGeometry.from_config({"model_type": "qwen3_next", "num_hidden_layers": 4})
     with pytest.raises(GeometryError, match=r"layer 0 caches keys and values, but .*'linear'"):

@@ -7,7 +7,7 @@ import pytest
 
 from kvquant.errors import FingerprintError
 from kvquant.fingerprint import Fingerprint
-from kvquant.provenance import Provenance
+from kvquant.provenance import Provenance, title
 
 MODEL = Fingerprint("w" * 64, ("a" * 64,), "tokenizer", "template")
 FIRST = Provenance(
@@ -87,6 +87,22 @@ def test_what_is_shared_holds_for_both() -> None:
     assert shared.notes == ("chunks of 2048", "another")
     assert shared.command == FIRST.command + SECOND.command
     assert shared.union(other) == shared
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters", "expected"),
+    [
+        ("", (), "unnamed model"),
+        ("smollm2", (), "smollm2"),
+        ("/models/tiny-llama/", ("out/tiny-lora",), "tiny-llama + tiny-lora"),
+        ("org/name", ("/a/b/lora", "c/"), "name + lora + c"),
+        ("", ("c",), "c"),
+    ],
+)
+def test_titles_do_without_directories(
+    model: str, adapters: tuple[str, ...], expected: str
+) -> None:
+    assert title(model, adapters) == expected
 
 
 def test_it_survives_json() -> None:

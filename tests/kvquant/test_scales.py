@@ -640,9 +640,25 @@ def test_another_geometry_is_refused_with_what_differs(
 ) -> None:
     with pytest.raises(FingerprintError) as caught:
         owned(BASE).check_model(BASE, other)
-    message = str(caught.value)
-    assert message.endswith(difference)
-    assert message.count(str(BASE)) == 2
+    assert str(caught.value) == (
+        f"the scales belong to this model ({BASE}), but not to its config: {difference}; calibrate "
+        "it with the config that it is served with"
+    )
+    with pytest.raises(FingerprintError) as caught:
+        owned(BASE).check_model(OTHER, other)
+    assert str(caught.value) == (
+        f"the scales belong to {BASE}, the model is {OTHER}: {difference}; calibrate this model"
+    )
+    with pytest.raises(FingerprintError) as caught:
+        owned(BASE).check_model(Fingerprint(), other)  # weights that nobody has read
+    assert str(caught.value) == (f"the scales belong to {BASE}: {difference}; calibrate this model")
+
+
+def test_only_the_shape_counts_where_scales_are_forced() -> None:
+    scales = owned(BASE)
+    scales.check_shape(replace(GEOMETRY, max_positions=1024, model_type="qwen2"))
+    with pytest.raises(FingerprintError, match=r"another cache cannot be forced: llama cache: .*"):
+        scales.check_shape(replace(GEOMETRY, layers=GEOMETRY.layers[:2]))
 
 
 def test_shown_in_one_line() -> None:

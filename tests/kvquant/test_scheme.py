@@ -272,6 +272,22 @@ def test_a_scheme_names_layers_that_the_model_has() -> None:
         whole.check(geometry(1))
 
 
+def test_a_scheme_for_rotary_parts_needs_layers_that_keep_them_apart() -> None:
+    int8 = scheme("int8", "token")
+    rotary = QuantScheme(int8, int8, rotary_part=int8)
+    latent, full = LayerGeometry(LayerKind.LATENT, 1, 8, 4), LayerGeometry(LayerKind.FULL, 2, 8, 8)
+    for layers in ((latent,), (full, latent)):
+        rotary.check(CacheGeometry("test", layers, 64))
+    with pytest.raises(
+        SchemeError, match=r"int8 per-token for the rotary part does nothing.* none"
+    ):
+        rotary.check(geometry(2))
+    own = QuantScheme(int8, int8, layers=((1, rotary),))
+    own.check(CacheGeometry("test", (full, latent), 64))
+    with pytest.raises(SchemeError, match="rotary part of layer 1 does nothing: it has no latent"):
+        own.check(CacheGeometry("test", (latent, full), 64))
+
+
 @pytest.mark.parametrize("key", POSSIBLE, ids=repr)
 def test_every_scheme_survives_json(key: TensorScheme) -> None:
     for value in POSSIBLE:

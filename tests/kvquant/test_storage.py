@@ -27,7 +27,7 @@ from kvquant.provenance import Provenance
 from kvquant.rotary import RotaryLayout
 from kvquant.scales import KVScales, LayerScales, TensorScales
 from kvquant.scheme import Granularity, QuantScheme, TensorScheme, format_names, tensor_format
-from kvquant.storage import find, kind_of, load_scales, save_scales
+from kvquant.storage import KVQuantWarning, find, kind_of, load_scales, save_scales, suffixed
 
 GEOMETRY = CacheGeometry(
     "llama",
@@ -504,8 +504,14 @@ def test_scales_of_another_geometry_need_force(tmp_path: Path, tiny: Callable[..
     save_scales(scales_of(tiny("llama")), tmp_path / "s")
     with pytest.raises(FingerprintError, match="key_dim 16 in the scales, 24 in the model"):
         load_scales(tmp_path / "s", tiny("llama_wide"))
-    with pytest.warns(UserWarning, match="key_dim 16"):
+    with pytest.raises(FingerprintError, match="of another cache cannot be forced"):
         load_scales(tmp_path / "s", tiny("llama_wide"), force=True)
+    longer = tiny("llama", max_position_embeddings=1024)
+    message = r"to this model \(.*\), but not to its config: max_positions 512 .*, 1024 .*; calib"
+    with pytest.raises(FingerprintError, match=message):
+        load_scales(tmp_path / "s", longer)
+    with pytest.warns(UserWarning, match=f"forced: .*{message}"):
+        load_scales(tmp_path / "s", longer, force=True)
 
 
 def test_another_tokenizer_is_worth_a_warning(
@@ -514,10 +520,28 @@ def test_another_tokenizer_is_worth_a_warning(
     model = tiny("llama")
     save_scales(scales_of(model, byte_tokenizer), tmp_path / "s")
     byte_tokenizer.add_tokens(["<new>"])
-    with pytest.warns(UserWarning, match="another tokenizer"):
+    with pytest.warns(KVQuantWarning, match="another tokenizer .*: calibrate with the") as caught:
         load_scales(tmp_path / "s", model, tokenizer=byte_tokenizer)
+    assert [warning.filename for warning in caught] == [__file__], "it points here"
 
 
 def test_a_name_is_no_model(saved: Path) -> None:
-    with pytest.raises(InputError, match="not 'ft-model'"):
+    with pytest.raises(InputError, match="not 'ft-model': give what AutoModelForCausalLM"):
         load_scales(saved, model="ft-model")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("s", "s.safetensors"), ("s.safetensors", "s.safetensors"), ("v1.5", "v1.5.safetensors")],
+)
+def test_scales_are_written_with_their_suffix(tmp_path: Path, name: str, file: str) -> None:
+    for path in (tmp_path / name, str(tmp_path / name)):
+        save_scales(SCALES, path)
+        assert [path.name for path in tmp_path.iterdir()] == [file]
+        assert load_scales(path) == SCALES
+
+
+@pytest.mark.parametrize("name", ["", "/", "/..", "/new/"])
+def test_a_directory_is_no_file_to_write(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="it is a directory, name a file in it"):
+        suffixed(f"{tmp_path}{name}", ".safetensors")

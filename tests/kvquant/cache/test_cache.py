@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from calib.collect import collect
 from calib.solve import solve
 from kvquant import KVScales, QuantizedCache
+from kvquant.cache.cache import remove_hook
 from kvquant.cache.layer import QuantizedLayer
 from kvquant.cache.transformers_compat import cache_argument
 from kvquant.errors import (
@@ -35,6 +38,7 @@ from kvquant.quantize.reference import dequantize, quantize
 from kvquant.scheme import EXACT, Granularity, QuantScheme, TensorScheme, tensor_format
 from kvquant.storage import save_scales
 
+MADE_FOR = "the model that the cache was made for"
 SMALL_KIVI = {"residual_length": 4, "group_size": 4}
 OLD = Version(transformers.__version__) < Version("5.24")
 
@@ -181,6 +185,52 @@ def test_what_does_not_fit_is_refused_before_any_forward_pass(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("llama", {"rotary_format": "int8"}, "this model has none; leave rotary_format away"),
+        ("gemma2", {"rotary_format": "none", "value_format": "int4"}, ""),
+        (
+            "llama",
+            {"layers": {1: preset("int8", rotary_format="fp8")}},
+            "fp8_e4m3 per-token for the rotary part of layer 1 does nothing",
+        ),
+        ("deepseek", {"value_format": "int4"}, "value_format does nothing: this model keeps a la"),
+        ("deepseek", {"rotary_format": "int4", "key_format": "fp8"}, ""),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    tiny_once: Callable[..., Any], name: str, asked: dict[str, Any], message: str
+) -> None:
+    if not message:
+        QuantizedCache.from_model(tiny_once(name), "int8", **asked)
+        return
+    with pytest.raises(SchemeError, match=message):
+        QuantizedCache.from_model(tiny_once(name), "int8", **asked)
+
+
+def test_names_in_the_place_of_a_model_are_refused(
+    tiny_once: Callable[..., Any], forward: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = tiny_once("llama")
+    cache = QuantizedCache.from_model(model, "int8")
+    forward(model, prompt(), cache)
+    cache.save(tmp_path / "prefix", model)
+    for ask in (
+        lambda: QuantizedCache.from_model("tiny-llama", scheme="int4"),
+        lambda: QuantizedCache.from_model("tiny-llama", scheme="int4", scales="nowhere"),
+        lambda: cache.save(tmp_path / "other", "tiny-llama"),
+        lambda: QuantizedCache.load(tmp_path / "prefix", "tiny-llama"),
+        lambda: remove_hook("tiny-llama"),
+    ):
+        with pytest.raises(InputError, match="must be a model in memory, not 'tiny-llama': give"):
+            ask()
+    with pytest.raises(InputError, match="must be a model in memory, not a Linear: give"):
+        QuantizedCache.from_model(torch.nn.Linear(2, 2), scheme="int4")
+    with pytest.raises(InputError, match="tokenizer must be a tokenizer in memory, not 'tiny-ll"):
+        cache.save(tmp_path / "other", model, "tiny-llama")
+
+
 @pytest.mark.parametrize("kind", ["t5", "mamba"])
 def test_models_without_such_a_cache_are_refused(kind: str) -> None:
     config = AutoConfig.for_model(kind, vocab_size=32, d_model=16, hidden_size=16, num_layers=1)
@@ -286,9 +336,27 @@ def test_scales_of_another_model_are_refused(
     for source in (scales, tmp_path / "other"):
         with pytest.raises(FingerprintError, match="weights differ"):
             QuantizedCache.from_model(model, "int8", source)
-    with pytest.warns(UserWarning, match="forced: .* weights differ"):
+    with pytest.warns(UserWarning, match="forced: .* weights differ; calibrate this m") as caught:
         assert QuantizedCache.from_model(model, "int8", tmp_path / "other", force=True)
+    assert [warning.filename for warning in caught] == [__file__], "it points here"
     assert QuantizedCache.from_model(model, "int8", scales, force=True).scheme.is_static
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_another_tokenizer_is_worth_a_warning_that_says_what_to_do(
+    tiny_once: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path, as_file: bool
+) -> None:
+    model = tiny_once("llama")
+    scales = calibrated(model, static("int8"))
+    origin = replace(scales.provenance, fingerprints=(fingerprint(model, byte_tokenizer),))
+    scales = replace(scales, provenance=origin)
+    save_scales(scales, tmp_path / "own")
+    byte_tokenizer.add_tokens(["<new>"])
+    given = tmp_path / "own" if as_file else scales
+    message = "calibrated with another tokenizer .*: calibrate with the tokenizer that you serve"
+    with pytest.warns(UserWarning, match=message) as caught:
+        QuantizedCache.from_model(model, "int8", given, tokenizer=byte_tokenizer)
+    assert [warning.filename for warning in caught] == [__file__], "it points here"
 
 
 @pytest.mark.parametrize("name", ["llama_wide", "smollm3", "deepseek"])
@@ -301,11 +369,10 @@ def test_scales_of_another_shape_cannot_even_be_forced(
         QuantizedCache.from_model(tiny_once("llama"), "int4", scales)
     with pytest.raises(FingerprintError, match="cannot be forced"):
         QuantizedCache.from_model(tiny_once("llama"), "int4", scales, force=True)
-    with (
-        pytest.warns(UserWarning, match="forced"),
-        pytest.raises(FingerprintError, match="cannot be forced"),
-    ):
-        QuantizedCache.from_model(tiny_once("llama"), "int4", tmp_path / "other", force=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing was forced
+        with pytest.raises(FingerprintError, match="cannot be forced"):
+            QuantizedCache.from_model(tiny_once("llama"), "int4", tmp_path / "other", force=True)
 
 
 def test_scales_of_another_scheme_are_refused(tiny_once: Callable[..., Any]) -> None:
@@ -373,7 +440,7 @@ def test_masks_that_do_not_tell_padding_are_refused(
 def test_a_mask_of_the_new_tokens_alone_is_refused(tiny_once: Callable[..., Any]) -> None:
     cache = QuantizedCache.from_model(tiny_once("llama"), "int8")
     call(tiny_once("llama"), cache, prompt())
-    with pytest.raises(InputError, match=r"is \[1, 5\], but 1 rows of 21 cached and 5 new"):
+    with pytest.raises(InputError, match=r"is \[1, 5\], but 1 row of 21 cached and 5 new"):
         call(tiny_once("llama"), cache, prompt(1, 5), attention_mask=torch.ones(1, 5))
 
 
@@ -381,9 +448,9 @@ def test_a_mask_of_the_new_tokens_alone_is_refused(tiny_once: Callable[..., Any]
 @pytest.mark.parametrize(
     ("other", "changes", "message"),
     [
-        ("llama_wide", {}, "layer 0 caches keys of 2 heads x 24, but its config says 2 heads x 16"),
+        ("llama_wide", {}, f"layer 0 caches keys of 2 heads x 24, but {MADE_FOR} has 2 heads x 16"),
         ("llama", {"num_key_value_heads": 4}, "layer 0 caches keys of 4 heads x 16"),
-        ("llama", {"num_hidden_layers": 5}, "caches in layer 2, but its config has 2 layers"),
+        ("llama", {"num_hidden_layers": 5}, f"caches in layer 2, but {MADE_FOR} has 2 layers"),
     ],
 )
 def test_a_second_model_cannot_use_it(
@@ -397,8 +464,34 @@ def test_a_second_model_cannot_use_it(
     cache = QuantizedCache.from_model(tiny_once("llama"), "int4")
     if filled:
         forward(tiny_once("llama"), prompt(), cache)
-    with pytest.raises(GeometryError, match=message):
+    with pytest.raises(GeometryError, match=message) as refused:
         forward(tiny_once(other, **changes), prompt(), cache)
+    assert str(refused.value).endswith(": make the cache from the model that it is used with")
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 10, 11, 14, 20, 21])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
+def test_a_prompt_has_to_go_on_where_the_cache_ends(
+    tiny_once: Callable[..., Any],
+    forward: Callable[..., Any],
+    name: str,
+    tokens: int,
+    embedded: bool,
+) -> None:
+    """`generate()` hands over no token, or tokens from the middle, when a prompt is shorter."""
+    model, ids = tiny_once(name), prompt()
+    cache = QuantizedCache.from_model(model, "int8")
+    forward(model, ids, cache)
+    given: dict[str, Any] = {"input_ids": ids[:, :tokens]}
+    if embedded:
+        given = {"inputs_embeds": model.get_input_embeddings()(ids[:, :tokens])}
+    given |= {cache_argument(model.get_decoder()): cache, "attention_mask": torch.ones(1, tokens)}
+    with pytest.raises(InputError, match=r"21 (are )?cached.*: a prompt begins with what is cach"):
+        model.generate(**given, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert cache.get_seq_length() == 21
+    with pytest.raises(InputError, match="brings no new token, and 21 are cached: a prompt begin"):
+        call(model, cache, ids[:, :0])
 
 
 def test_a_forward_pass_that_was_cut_off_is_noticed(
@@ -590,6 +683,26 @@ def test_a_deep_copy_goes_its_own_way(
     assert torch.equal(kept, again)
     assert not torch.equal(kept, other)
     assert cache.nbytes() == twins[0].nbytes() == twins[1].nbytes()
+
+
+def test_it_cannot_be_pickled_and_says_what_to_do(
+    tiny_once: Callable[..., Any], forward: Callable[..., Any]
+) -> None:
+    cache = QuantizedCache.from_model(tiny_once("llama"), "int8")
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"cannot be pickled.*: use its save and load"):
+            pickle.dumps(cache)
+        forward(tiny_once("llama"), prompt(), cache)
+
+
+def test_it_is_shown_in_one_line(
+    tiny_once: Callable[..., Any], forward: Callable[..., Any]
+) -> None:
+    cache = QuantizedCache.from_model(tiny_once("gemma2"), "int8", residual_length=3)
+    made = "QuantizedCache(gemma2: K int8 per-token, V int8 per-token, newest 3 tokens exact; "
+    assert repr(cache) == f"{made}4 layers, 0 rows of 0 tokens)"
+    forward(tiny_once("gemma2"), prompt(1), cache)
+    assert repr(cache) == str(cache) == f"{made}4 layers, 1 row of 21 tokens)"
 
 
 def test_it_is_no_larger_than_it_says(

@@ -189,15 +189,68 @@ def test_what_transformers_does_too_is_no_finding(
 
 
 def test_a_text_that_is_too_short_is_noted(tiny: Callable[..., Any], byte_tokenizer: Any) -> None:
-    model = tiny("mistral", sliding_window=100)
+    model = tiny("mistral", sliding_window=200)
     report = check(model, byte_tokenizer, schemes=("int4-kivi",), **SHORT)
     assert report.findings == []
     assert report.notes == [
         "int4-kivi: no token is old enough to be quantized; raise --prompt-tokens",
-        "the window of 100 tokens is not passed; raise --prompt-tokens",
+        "the window of 200 tokens is not passed; raise --prompt-tokens",
     ]
-    long = check(model, byte_tokenizer, schemes=("int4",), prompt_tokens=100, tokens=1)
+    long = check(model, byte_tokenizer, schemes=("int4-kivi",), prompt_tokens=200, tokens=1)
     assert long.notes == []
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_a_window_that_the_residual_covers_is_noted(
+    tiny: Callable[..., Any], byte_tokenizer: Any, name: str
+) -> None:
+    """No longer text helps there; other layers of Gemma 2 do quantize."""
+    model = tiny(name, sliding_window=24)
+    report = check(model, byte_tokenizer, schemes=("int4-kivi",), prompt_tokens=200, tokens=4)
+    assert report.findings == []
+    assert report.notes == [
+        "int4-kivi: the residual of 128 tokens covers the window of 24: nothing is ever quantized "
+        "there; a residual_length below 23 changes that"
+    ]
+
+
+def test_advice_that_the_model_has_no_positions_for_is_not_given(
+    tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    notes = []
+    for positions in (192, 193):
+        model = tiny("llama", max_position_embeddings=positions)
+        notes += check(model, byte_tokenizer, schemes=("int4-kivi",), **SHORT).notes
+    assert notes == [
+        # A value is quantized after 129 tokens, a group of keys after 192.
+        "int4-kivi: no token is old enough to be quantized; raise --prompt-tokens",
+        "int4-kivi: no token is old enough to be quantized; raise --prompt-tokens",
+    ]
+    model = tiny("llama", max_position_embeddings=129)
+    assert check(model, byte_tokenizer, schemes=("int4-kivi",), **SHORT).notes == [
+        "int4-kivi: the first tokens are quantized after 129, and the model has 129 positions"
+    ]
+
+
+def test_a_latent_and_its_rotary_part_are_told_apart(
+    tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    report = check(tiny("deepseek"), byte_tokenizer, schemes=("int4",), **SHORT)
+    (note,) = report.notes
+    assert note.startswith("of layers with a latent (MLA) keys are the latent and values its rot")
+    assert report.schemes[0].value_difference == 0.0
+
+
+def test_the_adapters_are_named(tiny: Callable[..., Any], byte_tokenizer: Any) -> None:
+    named = {"name": "dir/tiny-llama", "adapters": ["dir/tiny-lora"], "schemes": ("none",)}
+    report = check(tiny("llama"), byte_tokenizer, **named, **SHORT)
+    assert report.title == "tiny-llama + tiny-lora"
+    assert (report.model, report.adapters) == ("dir/tiny-llama", ("dir/tiny-lora",))
+
+
+def test_a_name_is_no_model(byte_tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="must be a model in memory, not 'tiny-llama'"):
+        check("tiny-llama", byte_tokenizer)
 
 
 def test_steps_are_told_as_they_begin(tiny: Callable[..., Any], byte_tokenizer: Any) -> None:
@@ -215,7 +268,7 @@ def test_what_cannot_be_is_refused_before_anything_is_decoded(
     for schemes, error in ((("int5",), SchemeError), (("int8", "int4-kvi"), SchemeError)):
         with pytest.raises(error, match="unknown scheme"):
             check(model, byte_tokenizer, schemes=schemes, progress=steps.append, **SHORT)
-    with pytest.raises(InputError, match=r"500 tokens, 12 new ones .* the model's 512 positions"):
+    with pytest.raises(InputError, match=r"a prompt of 500, 12 new .* 513 .*, the model has 512"):
         check(model, byte_tokenizer, prompt_tokens=500, tokens=12, progress=steps.append)
     assert steps == []
 
@@ -246,7 +299,31 @@ def test_lengths_that_fit(
     assert prompt_length(CacheGeometry("test", (), positions), asked, tokens) == expected
 
 
-@pytest.mark.parametrize(("positions", "asked"), [(512, 480), (33, None), (10, None), (10, 5)])
-def test_lengths_that_do_not_fit(positions: int, asked: int | None) -> None:
-    with pytest.raises(InputError, match=f"the model's {positions} positions: use fewer"):
-        prompt_length(CacheGeometry("test", (), positions), asked, 32)
+@pytest.mark.parametrize(
+    ("positions", "asked", "tokens", "message"),
+    [
+        (
+            512,
+            480,
+            32,
+            "a prompt of 480, 32 new tokens and one that reads them need 513 positions, the model "
+            "has 512: use a prompt of 1 to 479",
+        ),
+        (512, 9000, 32, "a prompt of 9,000, 32 new tokens and one that reads them need 9,033 posi"),
+        (512, -1, 32, "a prompt of -1, .*: use a prompt of 1 to 479"),
+        (
+            512,
+            None,
+            600,
+            "600 new tokens and one that reads them need 602 positions with the shortest prompt, "
+            "the model has 512: use at most 510 new ones",
+        ),
+        (33, None, 32, "32 new tokens and one that reads them need 34 positions with .* has 33: "),
+        (10, 5, 32, "32 new tokens and one that reads them need 34 .* use at most 8 new ones"),
+    ],
+)
+def test_lengths_that_do_not_fit(
+    positions: int, asked: int | None, tokens: int, message: str
+) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        prompt_length(CacheGeometry("test", (), positions), asked, tokens)

@@ -79,7 +79,8 @@ def test_a_report_collects_them() -> None:
     cases = (Case("x", FAR, FAR, 0.0, 1e-5), Case("y", FINE, FAR, 0.5, 1e-5))
     schemes = (Stored("int8", "", 1, 2), Stored("int4-kivi", "", 2, 2, has_codes=False))
     geometry = CacheGeometry("test", layers, 512)
-    report = CheckReport("m", geometry, "float32", 30, 4, cases, schemes)
+    report = CheckReport("dir/m", ("dir/a",), geometry, "float32", 30, 4, cases, schemes)
+    assert report.title == "m + a"
     assert [line.partition(":")[0] for line in report.findings] == ["y", "int8"]
     assert [line.partition(":")[0] for line in report.notes] == [
         "x",
@@ -90,5 +91,41 @@ def test_a_report_collects_them() -> None:
     assert again.findings[1:] == ["a, b, c: TypeError: y"]
     values = report.to_dict()
     assert values["findings"] == report.findings and values["notes"] == report.notes
+    assert (values["model"], values["adapters"]) == ("dir/m", ("dir/a",))
     assert values["geometry"]["layers"][1]["window"] == 8
     assert values["cases"][1]["quantized"]["logit_difference"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("stored", "note"),
+    [
+        (Stored("x", ""), ""),
+        (
+            Stored("x", "", has_codes=False),
+            "x: no token is old enough to be quantized; raise --prompt-tokens",
+        ),
+        (Stored("x", "", remarks=("nothing ever",)), "x: nothing ever"),
+        (
+            Stored("x", "", has_codes=False, remarks=("not there", "nor there")),
+            "x: not there. nor there. no token is old enough to be quantized; raise "
+            "--prompt-tokens",
+        ),
+        (Stored("x", "", has_codes=False, remarks=("nothing",), error="TypeError: y"), ""),
+    ],
+)
+def test_notes_say_what_is_not_quantized(stored: Stored, note: str) -> None:
+    assert stored.note == note
+
+
+@pytest.mark.parametrize(("limit", "noted"), [(None, True), (65, True), (64, False), (40, False)])
+def test_a_window_that_cannot_be_passed_is_not_to_be(limit: int | None, noted: bool) -> None:
+    layers = (LayerGeometry(LayerKind.SLIDING, 1, 8, 8, 64),)
+    report = CheckReport("m", (), CacheGeometry("test", layers, limit), "float32", 30, 4, (), ())
+    assert bool(report.notes) == noted
+
+
+def test_a_latent_is_worth_a_note() -> None:
+    layers = (LayerGeometry(LayerKind.LATENT, 1, 16, 4),)
+    report = CheckReport("m", (), CacheGeometry("test", layers, 512), "float32", 30, 4, (), ())
+    (note,) = report.notes
+    assert "values its rotary part, which presets keep exact: rotary_format of" in note

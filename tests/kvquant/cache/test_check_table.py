@@ -18,7 +18,9 @@ INT8 = Stored("int8", "", 12_345, 12_345, 8.25, 1.94, 0.0123, 0.0234)
 def shown(*parts: Case | Stored) -> str:
     cases = tuple(part for part in parts if isinstance(part, Case))
     schemes = tuple(part for part in parts if isinstance(part, Stored))
-    report = CheckReport("my-model", GEOMETRY, "float32", 30, 4, cases, schemes)
+    report = CheckReport(
+        "dir/my-model", ("dir/my-lora",), GEOMETRY, "float32", 30, 4, cases, schemes
+    )
     console = Console(width=100)
     with console.capture() as capture:
         console.print(check_table(report))
@@ -33,7 +35,9 @@ def line(text: str, beginning: str) -> str:
 
 def test_all_is_well() -> None:
     text = shown(Case("one text", FINE, FINE, 0.0, 1e-5), INT8)
-    assert "my-model: llama cache: 1 x full, 1 KV head of 8; 512 positions; float32" in text
+    assert (
+        "my-model + my-lora: llama cache: 1 x full, 1 KV head of 8; 512 positions; float32" in text
+    )
     assert line(text, "one text") == "one text same tokens 1.2e-06 same tokens 1.2e-06 ok"
     assert line(text, "int8") == "int8 12,345 12,345 8.25 1.94 x 1.23% 2.34% ok"
     assert text.rstrip().splitlines()[-1].startswith("exact: ")

@@ -28,6 +28,10 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny: Any, save_tiny: Any) 
     for name in (*NAMES, "llama"):
         save_tiny(tiny(name), root / name)
     model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 1
+    save_tiny(model, root / "tuned")
+    model = tiny("llama")
     model.name_or_path = str(root / "llama")
     torch.manual_seed(1)
     config = LoraConfig(target_modules=["k_proj", "v_proj"], r=2, init_lora_weights=False)
@@ -74,15 +78,20 @@ def test_json_is_the_only_thing_on_stdout(
 def test_an_adapter_takes_part(models: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = [*SMALL, "-s", "int4", "--json"]
     differences = []
+    base, lora = str(models / "llama"), str(models / "lora")
     for chosen in (
-        [models / "llama"],
-        [models / "llama", "--adapter", models / "lora"],
-        [models / "lora"],
-        [models / "lora", "--base", models / "llama", "--dtype", "float32", "--device", "cpu"],
+        [base],
+        [base, "--adapter", lora],
+        [lora],
+        [lora, "--base", base, "--dtype", "float32", "--device", "cpu"],
     ):
-        assert run(["check", *map(str, chosen), *small]) == 0
+        assert run(["check", *chosen, *small]) == 0
         result = json.loads(capfd.readouterr().out)
+        assert (result["model"], result["adapters"]) == (base, [lora] if lora in chosen else [])
         differences.append(result["schemes"][0]["key_difference"])
+        assert run(["check", *chosen, *small[:-1]]) == 0
+        title = "llama + lora: llama cache" if lora in chosen else "llama: llama cache"
+        assert capfd.readouterr().out.startswith(title)
     assert differences[0] != differences[1] == differences[2] == differences[3]
 
 
@@ -100,8 +109,25 @@ def test_scales_of_a_calibration(
     int8, int4 = json.loads(capfd.readouterr().out)["schemes"]
     assert "int8 per-channel" in int8["description"]
     assert int4["live_nbytes"] == int4["expected_nbytes"]
-    assert run(["check", str(models / "gemma2"), *chosen]) == 2
-    assert "error: the scales belong to" in capfd.readouterr().err
+    for other, weights_are_read in (("gemma2", False), ("tuned", True)):
+        assert run(["check", str(models / other), *chosen]) == 2
+        shown = capfd.readouterr().err
+        assert "error: the scales belong to" in shown
+        assert shown.count("\n") == 1, "no bar, nor anything else"
+        assert ("the model is" in shown) == weights_are_read
+
+
+def test_scales_are_looked_at_before_weights_are(
+    models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes((models / "llama/config.json").read_bytes())
+    missing = str(tmp_path / "nope")
+    assert run(["check", str(tmp_path / "model"), "--scales", missing]) == 2
+    assert capfd.readouterr().err == (
+        f"error: {missing}.safetensors does not exist or is no file; a scales file from `kvquant "
+        "calibrate` is needed\n"
+    )
 
 
 def test_a_defect_gives_exit_code_1(
@@ -129,7 +155,8 @@ def test_a_defect_gives_exit_code_1(
     [
         (["nothing-here"], "nothing-here"),
         (["llama", "--scheme", "int5"], "unknown scheme 'int5': possible are none, "),
-        (["llama", "--prompt-tokens", "500"], "500 tokens, 32 new ones and one that reads them"),
+        (["llama", "--prompt-tokens", "500"], "a prompt of 500, 32 new tokens and one that reads"),
+        (["llama", "--tokens", "600"], "600 new tokens and one that reads them need 602 positions"),
         (["llama", "--tokens", "0"], "0 is not in the range x>=1"),
         (["llama", "--device", "abacus"], "no device 'abacus' on this machine"),
         (["llama", "--scales", "nothing"], "nothing.safetensors does not exist"),

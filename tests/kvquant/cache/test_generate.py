@@ -259,6 +259,24 @@ def test_two_turns_are_those_of_transformers_cache(
     assert torch.equal(texts[0], texts[1])
 
 
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_generated_behind_a_rows_end_can_be_hidden_in_the_next_turn(
+    tiny_once: Callable[..., Any], generate: Callable[..., Any], name: str, padding: int
+) -> None:
+    """It was stored as real; a batch whose rows end at different times cannot do without."""
+    model, ids, texts = tiny_once(name), prompt(2), []
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    for cache in (theirs(model), ours(model)):
+        text = generate(model, ids, cache, 6, attention_mask=mask)
+        whole = torch.cat([mask, torch.ones(2, 11, dtype=torch.long)], 1)
+        whole[0, 23:27] = 0
+        text = torch.cat([text, prompt(2, 5, seed=2)], 1)
+        texts.append(generate(model, text, cache, 6, attention_mask=whole))
+    assert torch.equal(texts[0], texts[1])
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek"])
 def test_padding_anywhere_is_as_with_transformers_cache(
     tiny_once: Callable[..., Any], forward: Callable[..., Any], name: str

@@ -39,10 +39,10 @@ def counted(cache: QuantizedCache) -> Iterator[list[int]]:
     told: list[int] = []
     begin = cache.begin_call
 
-    def begin_call(call: dict[str, Any]) -> None:
+    def begin_call(call: dict[str, Any], *more: Any) -> None:
         tokens = call.get("input_ids")
         told.append((call["inputs_embeds"] if tokens is None else tokens).shape[1])
-        begin(call)
+        begin(call, *more)
 
     cache.begin_call = begin_call  # type: ignore[method-assign]
     yield told

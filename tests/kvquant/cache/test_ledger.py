@@ -186,6 +186,8 @@ def test_another_number_of_rows_is_refused() -> None:
     with pytest.raises(InputError, match=r"holds 2 rows, the call has 3: reset\(\)"):
         ledger.begin(3, 1, CPU)
     assert (ledger.slots, ledger.batch) == (3, 2)
+    with pytest.raises(InputError, match="holds 1 row, the call has 3"):
+        made_of("abc").begin(3, 1, CPU)
     ledger.reset()
     assert ledger.begin(3, 1, CPU) is None
     assert groups(ledger) == [(None, [(0, 1)])]
@@ -409,3 +411,7 @@ def test_groups_say_what_a_table_of_all_tokens_says(
             slots = [slot for a, b in group.slots_of(0, group.tokens) for slot in range(a, b)]
             assert slots == [slot for slot, (real, _) in enumerate(table[rows[0]]) if real]
         assert sorted(seen) == list(range(len(table)))
+        if ledger.batch:
+            whole = [[real for real, _ in row] for row in table]
+            assert ledger.real_slots().tolist() == whole
+            assert ledger.is_padded == (not all(map(all, whole)))

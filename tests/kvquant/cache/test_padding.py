@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant.cache.padding import real_tokens
+from kvquant.cache.ledger import TokenLedger
+from kvquant.cache.padding import check_cached, check_goes_on, read_mask, real_tokens
 from kvquant.errors import InputError
 
 F, T = False, True
@@ -81,7 +82,10 @@ def test_made_masks_that_are_not_needed_say_that_all_are_real() -> None:
         ([[1, 1, 1]], "not list"),
         ({"full_attention": "a block mask"}, "not str"),
         ({"full_attention": torch.ones(2, 5, 5)}, "not 3-D"),
-        (torch.ones(2, 4), r"is \[2, 4\], but 2 rows of 2 cached and 3 new tokens need \[2, 5\]"),
+        (
+            torch.ones(2, 4),
+            r"is \[2, 4\], but 2 rows of 2 cached and 3 new tokens need \[2, 5\]: a prompt begins",
+        ),
         (torch.ones(1, 5), r"is \[1, 5\], but 2 rows"),
     ],
 )
@@ -96,3 +100,108 @@ def test_no_value_is_looked_at() -> None:
     assert real_tokens(mask, 2, 4, 5).shape == (2, 5)  # type: ignore[union-attr]
     made = {"full_attention": torch.ones(2, 1, 5, 9, dtype=torch.bool, device="meta")}
     assert real_tokens(made, 2, 4, 5).shape == (2, 5)  # type: ignore[union-attr]
+
+
+# What a mask says of cached tokens
+
+
+def real(*rows: str) -> torch.Tensor:
+    """Bool ``[rows, slots]``: ``x`` is real, ``.`` is not."""
+    return torch.tensor([[token == "x" for token in row] for row in rows])
+
+
+def filled(*rows: str) -> TokenLedger:
+    ledger = TokenLedger(False)
+    ledger.begin(len(rows), len(rows[0]), torch.device("cpu"), real(*rows))
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("seen", "held", "numbers"),
+    [
+        # Two prompts with one cached prefix, padded in front of it.
+        (["xxxx", "..xx"], ["xxxx", "xxxx"], "row 1: by .* 2 of the 4 .*, the cache holds 4. A"),
+        (["...x", "xxxx"], [".xxx", "xxxx"], "row 0: by .* 1 of the 4 .*, the cache holds 3. A"),
+        (["....", "xxxx"], ["xxxx", "xxxx"], "row 0: by .* 0 of the 4 .*, the cache holds 4. A"),
+        # A prefix that was padded itself.
+        (["xxxx"], ["..xx"], "row 0: by .* 4 of the 4 .*, the cache holds 2. A"),
+        (["xx.."], ["..xx"], "row 0: by .* 2 of the 4 .*, the cache holds 2 others. A"),
+        (["xxxx"], ["xx.x"], "row 0: by .* 4 of the 4 .*, the cache holds 3. A"),
+    ],
+)
+@pytest.mark.parametrize("may_hide", [False, True])
+def test_masks_that_are_shifted_against_the_cache_are_refused(
+    seen: list[str], held: list[str], numbers: str, may_hide: bool
+) -> None:
+    with pytest.raises(InputError, match=numbers) as refused:
+        check_cached(real(*seen), real(*held), may_hide)
+    message = str(refused.value)
+    assert "a cached prefix comes first in every row, and padding goes between it and" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("rows", [["xxxx", ".xx."], ["...."], ["", ""]])
+def test_masks_that_repeat_what_is_cached_are_fine(rows: list[str]) -> None:
+    held = real(*rows) if rows[0] else torch.ones(2, 0, dtype=torch.bool)
+    check_cached(held.clone(), held, may_hide=False)
+
+
+def test_tokens_behind_the_first_one_can_be_hidden_where_masks_are_looked_at() -> None:
+    seen, held = real(".xx..", "xxxxx"), real(".xxxx", "xxxxx")
+    check_cached(seen, held, may_hide=True)
+    with pytest.raises(InputError, match=r"holds 4\. .* takes a cache with attention='dequantize'"):
+        check_cached(seen, held, may_hide=False)
+
+
+def test_a_mask_is_read_behind_what_is_cached() -> None:
+    ledger = filled(".xx", "xxx")
+    mask = torch.tensor([[0, 1, 1, 0, 1, 9], [1, 1, 1, 1, 1, 9]])
+    found = read_mask(mask, 2, 2, ledger, False)
+    assert found is not None
+    assert found.tolist() == [[F, T], [T, T]]
+    with pytest.raises(InputError, match="row 0: by the attention mask 3 of the 3"):
+        read_mask(torch.ones(2, 5), 2, 2, ledger, False)
+    with pytest.raises(InputError, match=r"row 0: .* 3 of the 3 .*\(without one all are\)"):
+        read_mask(None, 2, 2, ledger, False)
+    assert read_mask(None, 2, 2, filled("xxx", "xxx"), False) is None
+
+
+def test_the_ledger_speaks_of_another_number_of_rows() -> None:
+    found = read_mask(torch.tensor([[0, 0, 0, 1]]), 1, 1, filled(".xx", "xxx"), False)
+    assert found is not None and found.tolist() == [[T]]
+    assert read_mask(None, 1, 1, filled(".xx", "xxx"), False) is None
+
+
+def test_made_masks_tell_nothing_of_what_is_cached() -> None:
+    masks = {"full_attention": causal([[F, T], [T, T]], 3)}
+    found = read_mask(masks, 2, 2, filled(".xx", "xxx"), False)
+    assert found is not None
+    assert found.tolist() == [[F, T], [T, T]]
+    assert read_mask({"full_attention": None}, 2, 2, filled(".xx", "xxx"), False) is None
+
+
+def test_a_decode_step_on_a_device_looks_at_nothing() -> None:
+    """On the meta device there is nothing to be had, and asking raises."""
+    mask, positions = torch.ones(2, 9, device="meta"), torch.ones(2, 1, device="meta")
+    assert read_mask(mask, 2, 1, filled(".xxx", "xxxx"), False) is None
+    check_goes_on(1, 4, positions)
+    with pytest.raises(NotImplementedError):
+        read_mask(mask, 2, 2, filled(".xxx", "xxxx"), False)
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 12])
+def test_a_prompt_that_is_not_longer_than_what_is_cached(length: int) -> None:
+    """`generate()` hands its tokens from 12 - length on over, which begins at the wrong end."""
+    places = torch.arange(length)[None, 12 - length :]
+    with pytest.raises(InputError, match=f"the prompt has {length} tokens, and 12 are cached: a"):
+        check_goes_on(places.shape[1], 12, places)
+    check_goes_on(places.shape[1], 12, None)
+    check_goes_on(places.shape[1], 0, places)
+    check_goes_on(places.shape[1], 12, places + 12)
+
+
+def test_a_call_without_tokens() -> None:
+    with pytest.raises(InputError, match="the call brings no new token, and 12 are cached: a pro"):
+        check_goes_on(0, 12, None)
+    with pytest.raises(InputError, match="and 0 are cached"):
+        check_goes_on(0, 0, torch.empty(1, 0))

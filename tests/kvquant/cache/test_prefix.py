@@ -177,6 +177,112 @@ def test_one_prefix_serves_many_questions(
     assert torch.equal(generate(model, alone, last, None)[0, 24:], answers[0][2, 28:])
 
 
+PREFIX, QUESTIONS = "Answer in one word. ", ["Who?", "Where was it that they met?", "Why not?"]
+
+
+def loaded_prefix(
+    tiny: Callable[..., Any], tokenizer: Any, path: Path, scheme: str = "none", name: str = "llama"
+) -> tuple[Any, QuantizedCache]:
+    """A model, and a cache with one row of `PREFIX` that was saved and loaded."""
+    model = tiny(name)
+    tokens = tokenizer(PREFIX, return_tensors="pt")["input_ids"]
+    fill(model, QuantizedCache.from_model(model, scheme), tokens).save(path, model, tokenizer)
+    return model, QuantizedCache.load(path, model, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def padding_tokenizer(byte_tokenizer: Any) -> Any:
+    byte_tokenizer.pad_token = byte_tokenizer.eos_token
+    return byte_tokenizer
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "several samples": {"do_sample": True, "temperature": 2.0, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_example_of_the_documentation(
+    tiny: Callable[..., Any], padding_tokenizer: Any, tmp_path: Path, name: str, how: str
+) -> None:
+    """What stands in `QuantizedCache.load`; each row says what it says without a prefix's cache."""
+    tokenizer, prefix, questions = padding_tokenizer, PREFIX, QUESTIONS
+    model, cache = loaded_prefix(tiny, tokenizer, tmp_path / "system-prompt", name=name)
+    cache.batch_repeat_interleave(3)
+    first = tokenizer([prefix] * 3, return_tensors="pt")
+    rest = tokenizer(
+        questions, return_tensors="pt", add_special_tokens=False, padding=True, padding_side="left"
+    )
+    inputs = {
+        part: torch.cat([first[part], rest[part]], dim=1)
+        for part in ("input_ids", "attention_mask")
+    }
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **HOW[how]}
+    given = {cache_argument(model.get_decoder()): cache}
+    if how != "greedy":
+        # Beams and samples repeat rows: those of a cache, before they are handed over.
+        cache.batch_repeat_interleave(HOW[how].get("num_beams", 2))
+    torch.manual_seed(5)
+    found = model.generate(**inputs, **given, **settings)
+    torch.manual_seed(5)
+    assert torch.equal(found, model.generate(**inputs, **settings))
+    if how == "greedy":
+        whole = tokenizer(prefix + questions[1], return_tensors="pt")
+        alone = model.generate(**whole, **settings)
+        assert torch.equal(found[1, -6:], alone[0, -6:])
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
+def test_prompts_that_were_padded_in_front_of_the_prefix_are_refused(
+    tiny: Callable[..., Any], padding_tokenizer: Any, tmp_path: Path, scheme: str
+) -> None:
+    model, cache = loaded_prefix(tiny, padding_tokenizer, tmp_path / "p", scheme)
+    cache.batch_repeat_interleave(3)
+    texts = [PREFIX + question for question in QUESTIONS]
+    inputs = padding_tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    given = {cache_argument(model.get_decoder()): cache}
+    message = (
+        "row 0: by the attention mask 0 of the 20 cached tokens are real .*, the cache holds 20. A "
+        ".*: a cached prefix comes first in every row, and padding goes between it and the rest$"
+    )
+    for _ in range(2):
+        with pytest.raises(InputError, match=message):
+            model.generate(**inputs, **given, max_new_tokens=3, do_sample=False)
+        assert cache.get_seq_length() == 20
+    # Padded on the right, the prefix is where it was.
+    inputs = padding_tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    model.generate(**inputs, **given, max_new_tokens=3, do_sample=False)
+
+
+def test_a_prefix_that_was_padded_itself_does_not_take_a_mask_of_ones(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Transformers drops such a mask, so that there is none."""
+    model = tiny("llama")
+    tokens, mask = left_padded()
+    cache = fill(model, QuantizedCache.from_model(model, "int8"), tokens, mask)
+    text = torch.cat([tokens, ids(2, 4, 1)], 1)
+    with pytest.raises(InputError, match=r"row 0: by the attention mask 23 of the 23 .* holds 16"):
+        generate(model, cache, text, torch.ones_like(text))
+    with pytest.raises(InputError, match=r"row 0: .* 23 of the 23 .*without one all are.* 16"):
+        fill(model, cache, ids(2, 4, 1))
+
+
+def test_a_prefix_goes_on_with_drafts(
+    tiny: Callable[..., Any], padding_tokenizer: Any, tmp_path: Path
+) -> None:
+    model, cache = loaded_prefix(tiny, padding_tokenizer, tmp_path / "p")
+    whole = padding_tokenizer(PREFIX + QUESTIONS[1] * 2, return_tensors="pt")
+    settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    drafts = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
+    given = {cache_argument(model.get_decoder()): cache}
+    found = model.generate(**whole, **given, **settings, **drafts)
+    assert torch.equal(found, model.generate(**whole, **settings))
+
+
 def test_groups_that_a_crop_left_short_stay_short(
     tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -317,8 +423,9 @@ def test_other_weights_are_refused_and_can_be_forced(
     message = refused(saved, model, byte_tokenizer)
     assert ": weights differ," in message
     assert "let this model read the prefix and save it" in message
-    with pytest.warns(UserWarning, match="forced: .*weights differ"):
+    with pytest.warns(UserWarning, match="forced: .*weights differ") as caught:
         cache = QuantizedCache.load(saved, model, tokenizer=byte_tokenizer, force=True)
+    assert [warning.filename for warning in caught] == [__file__], "it points here"
     assert cache.get_seq_length() == 23
 
 
@@ -353,13 +460,22 @@ def test_another_tokenizer_or_chat_template_is_refused(
 ) -> None:
     model = tiny("llama")
     byte_tokenizer.chat_template = "{{ messages }}"
-    assert ": chat template differ," in refused(saved, model, byte_tokenizer)
+    who = f"{saved} is a prefix of this model ({fingerprint(model)}), but the"
+    then = (
+        ", so that its tokens may be others than those of your text; give the tokenizer that it "
+        "was saved with, or let the model read the prefix again and save it"
+    )
+    assert refused(saved, model, byte_tokenizer) == f"{who} chat template differs{then}"
     byte_tokenizer.add_tokens(["<tool>"])
-    assert ": tokenizer and chat template differ," in refused(saved, model, byte_tokenizer)
+    both = "tokenizer and chat template differ"
+    assert refused(saved, model, byte_tokenizer) == f"{who} {both}{then}"
+    byte_tokenizer.chat_template = None
+    assert refused(saved, model, byte_tokenizer) == f"{who} tokenizer differs{then}"
+    byte_tokenizer.chat_template = "{{ messages }}"
     with torch.no_grad():
         model.lm_head.weight[0] += 1
-    expected = ": weights and tokenizer and chat template differ,"
-    assert expected in refused(saved, model, byte_tokenizer)
+    message = refused(saved, model, byte_tokenizer)
+    assert f", the model is {fingerprint(model)}: weights, {both}, so that its keys" in message
 
 
 def test_other_rotary_settings_are_refused(
@@ -375,18 +491,23 @@ def test_another_geometry_cannot_be_forced(
     saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
 ) -> None:
     other = tiny("llama", num_key_value_heads=4)
-    with pytest.raises(FingerprintError, match="weights and cache geometry differ"):
-        QuantizedCache.load(saved, other, tokenizer=byte_tokenizer, force=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing was forced, nor did anything matter
+        for tokenizer in (byte_tokenizer, None):
+            with pytest.raises(FingerprintError, match="weights and cache geometry differ"):
+                QuantizedCache.load(saved, other, tokenizer=tokenizer, force=True)
     other = tiny("llama", max_position_embeddings=1024)
-    assert ": cache geometry differ," in refused(saved, other, byte_tokenizer)
+    message = f"of this model ({fingerprint(other)}): cache geometry differs, so that its keys"
+    assert message in refused(saved, other, byte_tokenizer)
 
 
 def test_an_unknown_tokenizer_is_worth_a_warning(
     saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
 ) -> None:
     model = tiny("llama")
-    with pytest.warns(UserWarning, match="this call does not say which tokenizer"):
+    with pytest.warns(UserWarning, match="this call does not say which tokenizer") as caught:
         cache = QuantizedCache.load(saved, model)
+    assert [warning.filename for warning in caught] == [__file__], "it points here"
     cache.save(tmp_path / "unknown.safetensors", model)
     with pytest.warns(UserWarning, match="the prefix does not say which tokenizer"):
         QuantizedCache.load(tmp_path / "unknown", model, tokenizer=byte_tokenizer)
@@ -402,7 +523,8 @@ def test_another_dtype_is_worth_a_warning(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
-    with pytest.warns(UserWarning, match="computed in bfloat16, the model is in float32"):
+    message = "computed in bfloat16, the model is in float32.*: load the model in bfloat16, or"
+    with pytest.warns(UserWarning, match=message):
         loaded = QuantizedCache.load(tmp_path / "p", model, tokenizer=byte_tokenizer)
     assert_same(cache, loaded)
     fill(model, loaded, ids(1, 5, 1))
@@ -511,6 +633,18 @@ def test_files_of_another_kind_are_refused(
         QuantizedCache.load(tmp_path / "nothing", model, tokenizer=byte_tokenizer)
     with pytest.raises(FileFormatError, match="is a prefix file, a scales file is needed"):
         QuantizedCache.from_model(model, "int4", saved)
+
+
+@pytest.mark.parametrize("name", ["system-prompt", "system-prompt.safetensors"])
+def test_the_suffix_is_added_where_it_is_not_there(
+    tiny: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path, name: str
+) -> None:
+    model = tiny("llama")
+    cache = fill(model, QuantizedCache.from_model(model, "int8"), ids())
+    for path in (tmp_path / name, str(tmp_path / name)):
+        cache.save(path, model, byte_tokenizer)
+        assert [path.name for path in tmp_path.iterdir()] == ["system-prompt.safetensors"]
+        assert_same(cache, QuantizedCache.load(path, model, tokenizer=byte_tokenizer))
 
 
 def test_places_that_cannot_be_written_are_one_line(

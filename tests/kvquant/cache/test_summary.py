@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kvquant.cache.cache import QuantizedCache
-from kvquant.cache.summary import size
+from kvquant.cache.summary import covered_windows, size
 from kvquant.cache.transformers_compat import cache_argument
 from kvquant.fingerprint import fingerprint
-from kvquant.geometry import CacheGeometry
+from kvquant.geometry import CacheGeometry, LayerGeometry, LayerKind
+from kvquant.presets import preset
 from kvquant.provenance import Provenance
 from kvquant.rotary import RotaryLayout
 from kvquant.scales import KVScales, LayerScales, TensorScales
@@ -174,6 +175,67 @@ def test_it_says_what_attends_to_the_codes(tiny: Callable[..., Any]) -> None:
     assert "attention: the model's own, on dequantized tokens (latent attention)" in lines
 
 
+def test_it_says_what_its_columns_are_and_what_the_model_is_in(
+    tiny: Callable[..., Any],
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = QuantizedCache.from_model(tiny("llama").to(dtype), scheme="none")
+        shown = str(dtype).removeprefix("torch.")
+        assert (
+            f"sizes: the model is in {shown}; live is what the tokens need, held includes room for "
+            "more; bf16 is what the same tokens need in bf16, ratio is bf16 / live"
+        ) in cache.summary().splitlines()
+
+
+COVERED = (
+    "the residual of {} tokens covers the window of 8: nothing is ever quantized there; a "
+    "residual_length below 7 changes that"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"scheme": "int4-kivi"}, [COVERED.format(128)]),
+        ({"scheme": "int8", "residual_length": 7}, [COVERED.format(7)]),
+        ({"scheme": "int8", "residual_length": 6}, []),
+        ({"scheme": "none", "residual_length": 128}, []),
+        ({"scheme": "int8", "layers": {0: "int4-kivi", 2: "int8"}}, [COVERED.format(128)]),
+        ({"scheme": "int8", "layers": {1: "int4-kivi"}}, []),  # sees all
+        (
+            {"scheme": "int4-kivi", "layers": {0: preset("int8", residual_length=9)}},
+            [COVERED.format(9), COVERED.format(128)],
+        ),
+    ],
+)
+def test_it_says_where_nothing_is_ever_quantized(
+    tiny: Callable[..., Any], asked: dict[str, Any], expected: list[str]
+) -> None:
+    """Layers 0 and 2 have a window of 8 tokens."""
+    model = tiny("gemma2")
+    cache = QuantizedCache.from_model(model, **asked)
+    found = fill(model, cache, 40).splitlines()
+    assert [line for line in found if line.startswith("the residual")] == expected
+    quantized = [len(cache.layers[index].stores[0][1].coded) > 0 for index in (0, 2)]
+    assert all(quantized) == (not expected and asked["scheme"] != "none")
+
+
+def test_a_window_without_a_past_is_not_worth_a_line() -> None:
+    layer = LayerGeometry(LayerKind.SLIDING, 2, 16, 16, 1)
+    geometry = CacheGeometry("test", (layer,), 64)
+    assert covered_windows(preset("int4-kivi"), geometry) == []
+
+
+def test_it_says_what_the_slots_of_a_latent_layer_hold(tiny: Callable[..., Any]) -> None:
+    model = tiny("deepseek")
+    line = "latent layers: keys are the latent, values its rotary part"
+    found = QuantizedCache.from_model(model, "int4").summary().splitlines()
+    assert f"{line}, kept exact unless rotary_format is given" in found
+    found = QuantizedCache.from_model(model, "int4", rotary_format="fp8").summary().splitlines()
+    assert line in found
+    assert "latent layers" not in QuantizedCache.from_model(tiny("llama"), "int4").summary()
+
+
 def test_it_says_that_there_are_no_means(tiny: Callable[..., Any]) -> None:
     cache = QuantizedCache.from_model(tiny("llama"), scheme="int4")
     assert "means: none, the cache is not calibrated; give scales=" in cache.summary()
@@ -206,6 +268,42 @@ def test_it_says_how_many_means_turn(tiny: Callable[..., Any]) -> None:
 def test_a_slot_without_a_mean_is_not_called_calibrated(tiny: Callable[..., Any]) -> None:
     found = calibrated(tiny("llama"), None, value_mean=False).summary()
     assert "means: calibrated for 3 of 4 slots\n" in found + "\n"
+
+
+COMPUTES = "this scheme computes its ranges from what it stores, so that"
+INSTEAD = "are computed from what is stored instead"
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"scheme": None}, ""),
+        ({"scheme": "int8"}, ""),
+        ({"scheme": "int8", "layers": {0: "none"}}, ""),
+        ({"scheme": "fp8"}, f"{COMPUTES} nothing of them is used"),
+        ({"scheme": "int4-kivi"}, f"{COMPUTES} nothing of them is used"),
+        ({"scheme": "int4"}, f"{COMPUTES} only their means are used"),
+        ({"scheme": "bf16"}, "this scheme has no ranges, so that nothing of them is used"),
+        (
+            {"scheme": "int8", "value_format": "int4"},
+            f"the ranges of the values in layers 0-1 {INSTEAD}",
+        ),
+        (
+            {"scheme": "int8", "layers": {1: "fp8"}},
+            f"the ranges of the keys and values in layers 1 {INSTEAD}",
+        ),
+    ],
+)
+def test_it_says_which_ranges_of_the_scales_are_not_used(
+    tiny: Callable[..., Any], asked: dict[str, Any], expected: str
+) -> None:
+    model = tiny("llama")
+    scales = calibrated(model, None).scales
+    found = QuantizedCache.from_model(model, scales=scales, **asked).summary().splitlines()
+    lines = [line for line in found if line.startswith("scales:")]
+    made = "scales: made for K int8 per-tensor, V int8 per-tensor; "
+    assert lines == ([f"{made}{expected}"] if expected else [])
+    assert "scales:" not in QuantizedCache.from_model(model, asked["scheme"] or "int8").summary()
 
 
 def test_lines_end_where_their_text_does(tiny: Callable[..., Any]) -> None:

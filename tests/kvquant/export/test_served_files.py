@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from kvquant.export.served_files import Reading, numbers, read_served, rounded
+from kvquant.export.served_files import Reading, is_number, numbers, read_served, rounded
 from kvquant.tensor_files import read_header
 
 
@@ -52,6 +52,16 @@ def test_what_cannot_be_scales_is_not_read(tmp_path: Path, tensor: torch.Tensor)
 def test_rounding_is_that_of_torch(number: float, dtype: str) -> None:
     wanted = torch.tensor(number).to(getattr(torch, dtype)).item()
     assert rounded(number, dtype) == wanted
+
+
+@pytest.mark.parametrize("value", [0, -3, 0.5, math.inf, 2**62])
+def test_numbers_of_json(value: Any) -> None:
+    assert is_number(value)
+
+
+@pytest.mark.parametrize("value", [True, False, None, "1", [1], 10**400, -(10**400)])
+def test_what_is_no_number_of_json(value: Any) -> None:
+    assert not is_number(value)
 
 
 INDEX: dict[str, Any] = {"metadata": {"total_size": 8}, "weight_map": {"w": "b.safetensors"}}
@@ -120,6 +130,7 @@ def test_what_is_read(tmp_path: Path) -> None:
         ("config.json", "3", "holds int"),
         ("hf_quant_config.json", "[]", "holds list"),
         ("model.safetensors.index.json", '{"weight_map": {"w": 3}}', "no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"w": 3, "v": "b"}}', "no weight_map"),
         ("model.safetensors.index.json", "{}", "no weight_map"),
         ("b.safetensors", "{}", "cut short"),
         ("adapter_model.safetensors", "", "cut short"),
@@ -133,6 +144,11 @@ def test_what_cannot_be_read_is_noted(tmp_path: Path, name: str, text: str, why:
     assert why in served.unreadable[name]
     assert served.config == {}
     assert served.architecture == ""
+
+
+def test_names_are_those_of_files_and_of_the_index(tmp_path: Path) -> None:
+    index = {"weight_map": {"promised": "gone.safetensors"}}
+    assert read_served(_directory(tmp_path, index)).names() == {"w", "promised"}
 
 
 def test_a_link_that_leads_nowhere_is_noted(tmp_path: Path) -> None:

@@ -122,10 +122,12 @@ def bases(
 
 @pytest.fixture
 def export(bases: Callable[..., Path], tmp_path: Path) -> Callable[..., Export]:
-    """``export(block, family, **overrides)``: an `Export` without scales yet."""
+    """``export(block, family, **overrides)``: an `Export` without scales yet, in `path`."""
 
-    def build(block: Mapping[str, Any] | None, family: str = "llama", **overrides: Any) -> Export:
-        return Export(bases(family, **overrides), tmp_path / "export", block)
+    def build(
+        block: Mapping[str, Any] | None, family: str = "llama", path: str = "export", **other: Any
+    ) -> Export:
+        return Export(bases(family, **other), tmp_path / path, block)
 
     return build
 
@@ -282,6 +284,9 @@ def test_layers_that_the_record_leaves_exact_need_no_scales(
     assert report.ok
     assert [layer.source for layer in report.layers[:2]] == ["checkpoint", "not quantized"]
     assert report.layers[1].key_scale == report.layers[1].value_scale == ()
+    made.add(LLAMA, [2])
+    made.scales.pop(f"{LLAMA.format(2)}.v_scale")
+    assert verify(made.write(), "vllm").layers[2].source == "not quantized"
     record = {"launch": ["vllm serve DIR --kv-cache-dtype-skip-layers sliding_window"]}
     (made.path / "kvquant_export.json").write_text(json.dumps(record))
     assert verify(made.path, "vllm").ok
@@ -374,8 +379,11 @@ MUTATIONS: list[tuple[str, str, Callable[[Export], Any], list[Expected]]] = [
     ("vllm", "a name of old versions",
      lambda made: (made.rename(K1, f"{LLAMA.format(1)}.attn.k_scale"),
                    made.rename(V1, f"{LLAMA.format(1)}.attn.v_scale")),
-     [Expected(r"before June 2026 drops .*attn\.attn|before June 2026 drops .*layers 1 ", None,
-               False)]),
+     [Expected(r"^vLLM before June 2026 drops .*, and serves layers 1 at 1\.0", None, False)]),
+    ("vllm", "a name of old versions for the keys",
+     _call(K1, f"{LLAMA.format(1)}.attn.k_scale"),
+     [Expected(r"^vLLM before June 2026 drops names such as \S+attn\.k_scale, and serves layers 1 ",
+               None, False)]),
     ("sglang", "a name that only vLLM renames", _call(K1, f"{LLAMA.format(1)}.qkv_proj.k_scale"),
      [Expected(r"no scale of the keys, and stops.*drops \S+qkv_proj\.k_scale", 1)]),
     ("sglang", "attn is in the name already",
@@ -480,6 +488,10 @@ MUTATIONS: list[tuple[str, str, Callable[[Export], Any], list[Expected]]] = [
      [Expected("'g' without weights")]),
     ("vllm", "a group for attention", _block(
         config_groups={"g": {"targets": ["LlamaAttention"], "weights": None}}), []),
+    ("vllm modelopt", "NVFP4", _block(kv_cache_scheme="NVFP4"),
+     [Expected("^config.json declares the cache as NVFP4: vLLM keeps it in 16", None, False)]),
+    ("sglang", "no config_groups", _without("config_groups"),
+     [Expected("no config_groups: Transformers stops", None, False)]),
     ("sglang", "integers", _scheme(type="int"), [Expected("SGLang ignores it")]),
     ("sglang", "dynamic", _scheme(dynamic=True), [Expected("dynamic True.*SGLang ignores it")]),
     ("transformers", "integers", _scheme(type="int"),
@@ -551,6 +563,11 @@ MUTATIONS: list[tuple[str, str, Callable[[Export], Any], list[Expected]]] = [
       Expected(r"passes over model-00001\S+: Transformers reads only", None, False),
       Expected(r"passes over model-00002\S+ and its 6 scale tensors"),
       Expected(ALL_NONE.format("Transformers") + ".*uninitialised")]),
+    ("tgi", "a tensor in two files", lambda made: save_file(
+        {K1: np.ones(1, np.float32)}, made.path / "more.safetensors", metadata={"format": "pt"}),
+     [Expected(r"^in more than one file: 1 tensor \(\S+1\.self_attn\.k_scale\), .* in "
+               r"model-00002\S+ and more\.safetensors; TGI stops"),
+      Expected("loads different scales into one parameter", 1)]),
     ("tgi", "a single file beside the index", lambda made: _weights(made, "model.safetensors"),
      [Expected("TGI reads both")]),
     ("vllm", "weights in Mistral's own format",
@@ -559,6 +576,9 @@ MUTATIONS: list[tuple[str, str, Callable[[Export], Any], list[Expected]]] = [
     ("sglang", "weights in Mistral's own format",
      lambda made: _weights(made, "consolidated.safetensors"),
      [Expected("SGLang passes over it", None, False)]),
+    ("tgi", "weights in Mistral's own format",
+     lambda made: _weights(made, "consolidated.safetensors"),
+     [Expected("consolidated.safetensors: TGI reads it too, and the same weights twice")]),
     ("tensorrt-llm-nvfp4", "weights in Mistral's own format",
      lambda made: _weights(made, "consolidated.safetensors"),
      [Expected("TensorRT-LLM passes over it", None, False)]),
@@ -630,10 +650,12 @@ SERVED: list[tuple[str, Callable[[Export], Any], tuple[Any, ...]]] = [
     ("tensorrt-llm-nvfp4", _pop(KP1), (None, VP1, None, None, "does not load")),
     ("tgi", _pop(V1), (K1, None, 1.0, 1.0, "default 1.0")),
     ("tgi", _fused, (f"{LLAMA.format(1)}.kv_scale",) * 2 + (0.26, 0.26, "checkpoint")),
+    ("tgi", lambda made: made.rename(V1, f"{LLAMA.format(1)}.kv_scale"),
+     (f"{LLAMA.format(1)}.kv_scale",) * 2 + (0.135, 0.135, "checkpoint")),
     ("transformers", _pop(V1), (K1, None, 0.26, None, "uninitialised memory")),
     ("transformers", _pop(K1, V1), (None, None, None, None, "uninitialised memory")),
     ("transformers", _set(K1, [3], np.int32), (K1, V1, None, 0.135, "checkpoint")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -868,7 +890,7 @@ def test_a_model_class_that_is_not_known(export: Callable[..., Export]) -> None:
     made.config["architectures"] = ["SomebodysForCausalLM"]
     report = verify(made.write(), "sglang")
     assert not report.ok
-    assert any("SomebodysForCausalLM is not known here" in f.what for f in report.findings)
+    assert any("SomebodysForCausalLM is not known here" in text for text in remarks(report))
 
 
 def test_a_config_in_the_text_part_counts(export: Callable[..., Export]) -> None:
@@ -881,6 +903,14 @@ def test_a_config_in_the_text_part_counts(export: Callable[..., Export]) -> None
     assert verify(made.write(), "vllm").ok
 
 
+def test_weights_that_are_quantized_need_no_exception(export: Callable[..., Export]) -> None:
+    made = export({**MODELOPT, "ignore": ["lm_head"]}).add(LLAMA, [0, 1], PROJECTIONS)
+    assert not verify(made.write(), "vllm").ok
+    made.scales["model.layers.0.mlp.up_proj.weight_scale"] = np.ones(1, np.float32)
+    assert verify(made.write(), "vllm").ok
+    assert verify(made.path, "sglang").ok
+
+
 def test_hf_quant_config_alone(export: Callable[..., Export]) -> None:
     """What ModelOpt writes beside the config: vLLM falls back on it."""
     made = export(None).add(LLAMA, [0, 1], PROJECTIONS)
@@ -889,10 +919,72 @@ def test_hf_quant_config_alone(export: Callable[..., Export]) -> None:
     _beside(made, quant_algo="MXFP8", kv_cache_quant_algo="FP8", exclude_modules=["*"])
     assert "quant_algo MXFP8" in serious(verify(made.path, "vllm"))[0]
     _beside(made, quant_algo=None, kv_cache_quant_algo="FP8")
-    assert "no quant_algo" in serious(verify(made.path, "vllm"))[0]
+    (found,) = serious(verify(made.path, "vllm"))
+    assert "no quant_algo" in found
     text = json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["*"]}})
     (made.path / "hf_quant_config.json").write_text(text)
     assert "does not name modelopt" in serious(verify(made.path, "vllm"))[0]
+
+
+def remarks(report: VerifyReport) -> list[str]:
+    """What is said without being serious."""
+    return [finding.what for finding in report.findings if not finding.serious]
+
+
+def test_beside_compressed_tensors_queries_are_not_spoken_of(
+    llama: Callable[..., Export],
+) -> None:
+    said = "there are no scales of queries: vLLM takes the keys'"
+    assert not any(said in text for text in remarks(verify(llama("vllm").write(), "vllm")))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_nothing, True),
+        (_set(f"{LLAMA.format(1)}.q_scale", [0.5]), False),
+        (_set(f"{LLAMA.format(1)}.q_proj.output_scale", [0.5]), False),
+        (_pop(K1, V1), False),
+    ],
+)
+def test_queries_beside_fp8(
+    llama: Callable[..., Export], change: Callable[[Export], Any], told: bool
+) -> None:
+    made = llama("vllm fp8")
+    change(made)
+    found = remarks(verify(made.write(), "vllm"))
+    assert any("there are no scales of queries" in text for text in found) is told
+    assert len(found) == 1 + told
+
+
+def test_heads_that_few_backends_take(export: Callable[..., Export]) -> None:
+    report = verify(export(COMPRESSED_TENSORS, "llama_wide").add(LLAMA, [0, 1]).write(), "vllm")
+    assert report.ok
+    assert any("layers 0-1 have heads of 24, no multiple of 16" in t for t in remarks(report))
+    made = export(MODELOPT, "deepseek", kv_lora_rank=20, path="latent")
+    report = verify(made.add(LLAMA, [0, 1], PROJECTIONS).write(), "vllm")
+    assert report.ok
+    assert not any("no multiple" in text for text in remarks(report))
+
+
+def test_per_head_scales_need_a_backend(export: Callable[..., Export]) -> None:
+    made = export(COMPRESSED_TENSORS).add(LLAMA, [0, 1])
+    made.scheme["strategy"] = "attn_head"
+    for name in made.scales:
+        made.scales[name] = np.full((2, 1, 1), 0.5, np.float32)
+    report = verify(made.write(), "vllm")
+    assert report.ok
+    assert any("need the backend FlashAttention 3" in text for text in remarks(report))
+
+
+def test_the_flat_form_declares_fp8_to_tensorrt_llm(export: Callable[..., Export]) -> None:
+    made = export({**MODELOPT, "quant_algo": None}).add(LLAMA, [0, 1], PROJECTIONS)
+    assert verify(made.write(), "tensorrt-llm").ok
+    (found,) = serious(verify(made.path, "tensorrt-llm-nvfp4"))
+    assert found == "config.json declares the cache as FP8, not NVFP4"
+    (made.path / "hf_quant_config.json").write_text(json.dumps(NVFP4))
+    found = serious(verify(made.path, "tensorrt-llm"))[1]
+    assert found == "hf_quant_config.json declares the cache as NVFP4, not FP8"
 
 
 # --- the report -----------------------------------------------------------------------------------

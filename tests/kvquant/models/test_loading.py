@@ -43,6 +43,14 @@ def test_directory(saved, tiny, name):
     assert loaded.said == []
 
 
+def test_nobody_need_be_told_what_takes_long(saved, capfd):
+    path = saved()
+    capfd.readouterr()
+    assert torch.equal(load(resolve(path)).model.lm_head.weight, _load(path).model.lm_head.weight)
+    assert loading.make_local(resolve(path)) == resolve(path)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_loading_is_silent_and_leaves_the_settings_alone(saved, capfd):
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging

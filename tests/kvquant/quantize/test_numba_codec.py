@@ -352,5 +352,3 @@ def test_positions_beyond_the_table_read_nothing_else() -> None:
     codec, states = codec_of(INT4, 16, 1), states_of(1, 1, 2, 16)
     beyond = encoded(codec, states, torch.tensor([[-5, 2**40]]))
     assert identical(beyond, encoded(codec, states, torch.tensor([[0, POSITIONS - 1]])))
-
-
