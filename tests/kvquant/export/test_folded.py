@@ -38,11 +38,8 @@ def calibrated(model: Any, granularity: Granularity) -> KVScales:
     return solve(stats, QuantScheme(slot, slot))
 
 
-@pytest.fixture(scope="module")
-def root(tiny: Callable[..., Any], save_tiny: Callable[..., Path], tmp_path_factory: Any) -> Path:
-    """Qwen2 with a key outlier, its scales per channel and per head, a text."""
-    root = tmp_path_factory.mktemp("folded")
-    model = tiny("qwen2")
+def furnished(model: Any, save_tiny: Callable[..., Path], root: Path) -> Path:
+    """A directory with a model, its scales per channel and per head, and a text."""
     save_tiny(model, root / "base")
     (root / "text.txt").write_text(TEXT)
     for granularity in (Granularity.PER_CHANNEL, Granularity.PER_HEAD):
@@ -50,6 +47,12 @@ def root(tiny: Callable[..., Any], save_tiny: Callable[..., Path], tmp_path_fact
         scales = replace(calibrated(model, granularity), provenance=known)
         save_scales(scales, root / f"{granularity.value}.safetensors")
     return root
+
+
+@pytest.fixture(scope="module")
+def root(tiny: Callable[..., Any], save_tiny: Callable[..., Path], tmp_path_factory: Any) -> Path:
+    """Such a directory for Qwen2 with a key outlier."""
+    return furnished(tiny("qwen2"), save_tiny, tmp_path_factory.mktemp("folded"))
 
 
 def folded(
@@ -144,17 +147,35 @@ def test_an_outlier_among_the_key_channels(root: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def uneven(tiny: Callable[..., Any], save_tiny: Callable[..., Path], tmp_path_factory: Any) -> Path:
+    """The same for a model with value channels too small for FP8 beside the others.
+
+    What reads them is as much larger, so that they matter.
+    """
+    root, model = tmp_path_factory.mktemp("uneven"), tiny("qwen2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight[16:24] *= 2.0**-16
+            for head in (2, 3):  # of queries, which read the second KV head
+                layer.self_attn.o_proj.weight[:, 16 * head : 16 * head + 8] *= 2.0**16
+            layer.self_attn.v_proj.weight[24:] /= 4  # so that the head's scale may grow
+    return furnished(model, save_tiny, root)
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 def test_static_scales_are_those_of_the_folded_model(
-    root: Path, tmp_path: Path, per_head: bool
+    uneven: Path, tmp_path: Path, per_head: bool
 ) -> None:
     """Calibrating what was written finds the very scales that were written with it."""
     from transformers import AutoModelForCausalLM
 
-    result = folded(root, tmp_path / "out", "fp8", "vllm", per_head=per_head)
+    result = folded(uneven, tmp_path / "out", "fp8", "vllm", per_head=per_head)
 
     assert result.ok
     assert result.folded is not None and result.folded.layers == 2
+    errors = [each for each in result.folded.errors if each.quantizer == "fp8"]
+    assert all(each.value[1] < each.value[0] / 2 for each in errors)
     assert [engine.layers for engine in result.engines] == [2]
     assert result.engines[0].launch[0].startswith(f"vllm serve {tmp_path / 'out'} ")
     layers = verify(tmp_path / "out", "vllm").layers
