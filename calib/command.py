@@ -184,7 +184,8 @@ def merge(stats: tuple[str, ...], output: str, as_json: bool) -> None:
     if as_json:
         print_json({"files": [str(path)], "parts": len(stats), "tokens": joined.tokens})
     else:
-        click.echo(f"{path}: {joined.tokens:,} tokens from {len(stats)} files")
+        files = "1 file" if len(stats) == 1 else f"{len(stats)} files"
+        click.echo(f"{path}: {joined.tokens:,} tokens from {files}")
 
 
 @click.command()

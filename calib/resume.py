@@ -28,7 +28,9 @@ class Resume:
         self._earlier = self._find(geometry)
         self._saved_at = time.monotonic()
         if self._earlier is not None:
-            notify(f"continuing after {self.finished_blocks} blocks, found in {path}")
+            done = self.finished_blocks
+            blocks = "1 block" if done == 1 else f"{done} blocks"
+            notify(f"continuing after {blocks}, found in {path}")
 
     @property
     def finished_blocks(self) -> int:

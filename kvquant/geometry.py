@@ -184,10 +184,10 @@ class CacheGeometry:
             ("values", value_shape, layer.value_dim),
         ):
             if len(shape) != 4 or shape[1] != layer.kv_heads or shape[3] != dim:
-                found = f"{shape[1]} heads x {shape[3]}" if len(shape) == 4 else f"{list(shape)}"
+                found = _heads(shape[1], shape[3]) if len(shape) == 4 else f"{list(shape)}"
                 raise GeometryError(
                     f"layer {layer_idx} caches {name} of {found}, but {whose} has "
-                    f"{layer.kv_heads} heads x {dim}: {advice}"
+                    f"{_heads(layer.kv_heads, dim)}: {advice}"
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,6 +213,10 @@ class CacheGeometry:
             return cls(values["model_type"], layers, values["max_positions"])
         except (KeyError, TypeError, ValueError) as error:
             raise GeometryError(f"this is no cache geometry: {error!r}") from None
+
+
+def _heads(count: int, dim: int) -> str:
+    return f"{count} head x {dim}" if count == 1 else f"{count} heads x {dim}"
 
 
 _KINDS: Mapping[str, LayerKind] = {

@@ -201,7 +201,8 @@ def _place_runs(job: AttendJob, stored: StoredRows, rows: int, length: int) -> l
     job.values, job.span_table = values.buffer_info()[0], spans.buffer_info()[0]
     job.spans = len(spans) // SPAN_NUMBERS
     job.tasks = rows * job.kv_heads * job.spans
-    memory = torch.empty(job.tasks * job.partial_bytes, dtype=torch.uint8)
+    size = job.tasks * job.partial_bytes
+    memory = torch.empty(size, dtype=torch.uint8, device="cpu")
     turns_taken = array("q", bytes(8 * rows * job.kv_heads))
     job.partial, job.turns = memory.data_ptr(), turns_taken.buffer_info()[0]
     return [keys, values, spans, memory, turns_taken]
@@ -301,10 +302,10 @@ def _turning_pairs(center: Center) -> torch.Tensor:
     found = _pairs.get(center)
     if found is None:
         assert center.turned is not None and center.layout is not None
-        first, second = center.layout.split(torch.arange(center.turned.shape[1]))
+        first, second = center.layout.split(torch.arange(center.turned.shape[1], device="cpu"))
         one, other = center.layout.split(center.turned)
         some = (one.abs() + other.abs()).amax(0) > 0
-        numbers = torch.arange(len(first))
+        numbers = torch.arange(len(first), device="cpu")
         found = torch.stack((numbers, first, second), dim=1)[some].contiguous()
         _pairs[center] = found
     return found

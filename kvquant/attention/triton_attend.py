@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_shapes import RUNS, Codes, Lanes, Rows, Split, Stored
+from .triton_shapes import RUNS, Codes, Found, Lanes, Rows, Split, Stored
 from .triton_tiles import (
     LIFT,
     add_coded,
@@ -141,7 +141,7 @@ def attend_kernel(
     raw = query.raw + row * query.row + (head * (lanes // new) + lane // new) * query.head
     raw += (lane % new) * query.token
     if SHAPE.pairs:
-        positions += row * turned.position_row
+        positions += row * turned.position_row - positions_first * turned.position_token
     newest = past + lane % new
     asking = Lanes(lane, raw, positions, lanes, group, newest, newest - window, factor, softcap)
     key_at = (key_first, key_cut, key_jump, key_scale_jump)
@@ -157,26 +157,13 @@ def attend_kernel(
         _rows(value_exact, row, head, value_runs, value_froms),
     )
     split = tl.program_id(1)
-    place = (group * tl.num_programs(1) + split) * lanes + lane
+    found = Found(sums, tops, (group * tl.num_programs(1) + split) * lanes + lane)
     if split < coded_splits:
         if SHAPE.keys.kind != "exact" and SHAPE.values.kind != "exact":
             begin = coded_origin + split * coded_tiles * SHAPE.tokens
             end = tl.minimum(begin + coded_tiles * SHAPE.tokens, coded_stop)
             tokens = Split(begin, end, coded_start, coded_stop, coded_start, 0, 0)
-            _attend(
-                query,
-                turned,
-                asking,
-                stored,
-                tokens,
-                positions_first,
-                sums,
-                tops,
-                place,
-                True,
-                True,
-                SHAPE,
-            )
+            _attend(query, turned, asking, stored, tokens, found, True, True, SHAPE)
     elif split < coded_splits + mixed_splits:
         if SHAPE.mixed != "none":
             KEYS: tl.constexpr = SHAPE.mixed == "key"
@@ -184,39 +171,13 @@ def attend_kernel(
             begin = mixed_origin + (split - coded_splits) * mixed_tiles * SHAPE.exact_tokens
             end = tl.minimum(begin + mixed_tiles * SHAPE.exact_tokens, mixed_stop)
             tokens = Split(begin, end, mixed_start, mixed_stop, mixed_start, 0, 0)
-            _attend(
-                query,
-                turned,
-                asking,
-                stored,
-                tokens,
-                positions_first,
-                sums,
-                tops,
-                place,
-                KEYS,
-                VALUES,
-                SHAPE,
-            )
+            _attend(query, turned, asking, stored, tokens, found, KEYS, VALUES, SHAPE)
     else:
         begin = (split - coded_splits - mixed_splits) * exact_tiles * SHAPE.exact_tokens
         end = tl.minimum(begin + exact_tiles * SHAPE.exact_tokens, exact_stop)
         back_shift = exact_back - exact_front
         tokens = Split(begin, end, begin * 0, exact_stop, exact_front, exact_first, back_shift)
-        _attend(
-            query,
-            turned,
-            asking,
-            stored,
-            tokens,
-            positions_first,
-            sums,
-            tops,
-            place,
-            False,
-            False,
-            SHAPE,
-        )
+        _attend(query, turned, asking, stored, tokens, found, False, False, SHAPE)
 
 
 @triton.jit
@@ -250,10 +211,7 @@ def _attend(
     asking,
     stored,
     tokens,
-    positions_first,
-    sums,
-    tops,
-    place,
+    found,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     SHAPE: tl.constexpr,
@@ -276,8 +234,7 @@ def _attend(
                 queries, stored.coded_keys, at, there, asking.factor, TOKENS, SHAPE
             )
             if SHAPE.pairs:
-                nth = token - positions_first
-                scores += wave_scores(query, turned, asking, nth, there, TOKENS, SHAPE)
+                scores += wave_scores(query, turned, asking, token, there, TOKENS, SHAPE)
         else:
             tile = exact_tile(stored.exact_keys, token, there, KEY)
             scores = product(queries, tl.trans(tile), SHAPE) * asking.factor
@@ -288,9 +245,9 @@ def _attend(
             tile = exact_tile(stored.exact_values, token, there, VALUE)
             state = add_exact(state, scores, tile, TOKENS, SHAPE)
     held = asking.lane < asking.count
-    tl.store(tops + place * 2, state.top - LIFT, mask=held)
-    tl.store(tops + place * 2 + 1, tl.sum(state.total, 1), mask=held)
-    store_sums(state, sums + place * VALUE.dim, held, VALUES, SHAPE)
+    tl.store(found.tops + found.place * 2, state.top - LIFT, mask=held)
+    tl.store(found.tops + found.place * 2 + 1, tl.sum(state.total, 1), mask=held)
+    store_sums(state, found.sums + found.place * VALUE.dim, held, VALUES, SHAPE)
 
 
 @triton.jit

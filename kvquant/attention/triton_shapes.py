@@ -157,7 +157,7 @@ class Lanes(NamedTuple):
     Attributes:
         lane: Their numbers in the group.
         raw: Where each is.
-        positions: Where those of the row's tokens are, from the first coded one on.
+        positions: Where those of the row's tokens would be, counted from token 0 on.
         count: Lanes of the group.
         group: Number of the group.
         newest: Newest token that each sees.
@@ -260,6 +260,14 @@ class Split(NamedTuple):
     front: Any
     front_shift: Any
     back_shift: Any
+
+
+class Found(NamedTuple):
+    """Where a program writes what it finds: results of all programs, and its places in them."""
+
+    sums: Any
+    tops: Any
+    place: Any
 
 
 class Softmax(NamedTuple):

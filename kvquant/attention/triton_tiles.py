@@ -196,17 +196,17 @@ def wave_scores(
     query,
     turned,
     asking,
-    index,
+    token,
     there,
     TOKENS: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Scores of the mean that turns, of the tokens that are number `index` among the coded."""
+    """Scores of the mean that turns, of coded keys."""
     LANES: tl.constexpr = SHAPE.lanes
     PAIRS: tl.constexpr = SHAPE.pairs
     held = asking.lane < asking.count
     place = (asking.group * asking.count + asking.lane)[:, None] * (2 * PAIRS)
-    position = asking.positions + index * turned.position_token
+    position = asking.positions + token * turned.position_token
     position = tl.load(position, mask=there, other=0).to(tl.int64)
     scores = tl.zeros([LANES, TOKENS], tl.float32)
     for start in tl.static_range(0, PAIRS, _PAIRS):

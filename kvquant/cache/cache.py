@@ -21,7 +21,7 @@ from .build import Plan, build_layers
 from .choose import choose_backend, choose_scheme, find_scales
 from .companions import check_state_crop, crop_state, state_nbytes
 from .layer import QuantizedLayer
-from .ledger import Sources, TokenLedger, row_count
+from .ledger import Sources, TokenLedger
 from .padding import check_goes_on, read_mask
 from .transformers_compat import (
     by_name,
@@ -151,8 +151,8 @@ class QuantizedCache(Cache):  # type: ignore[misc]
     def __repr__(self) -> str:
         """A line; `summary` says more."""
         return (
-            f"QuantizedCache({self.geometry.model_type}: {self.scheme}; {len(self.layers)} layers, "
-            f"{row_count(self._ledger.batch)} of {self.get_seq_length()} tokens)"
+            f"QuantizedCache({self.geometry.model_type}: {self.scheme}; layers={len(self.layers)}, "
+            f"batch={self._ledger.batch}, tokens={self.get_seq_length()})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -120,12 +120,12 @@ def prompt_length(geometry: CacheGeometry, asked: int | None, tokens: int) -> in
     room = limit - tokens - 1  # one more reads back what is stored
     if room < 1:
         raise InputError(
-            f"{tokens:,} new tokens and one that reads them need {tokens + 2:,} positions with the "
-            f"shortest prompt, the model has {limit:,}: use at most {max(limit - 2, 0):,} new ones"
+            f"{tokens:,} to decode and one more that reads them need {tokens + 2:,} positions with "
+            f"the shortest prompt, the model has {limit:,}: decode at most {max(limit - 2, 0):,}"
         )
     if asked is not None and not 1 <= asked <= room:
         raise InputError(
-            f"a prompt of {asked:,}, {tokens:,} new tokens and one that reads them need "
+            f"a prompt of {asked:,}, {tokens:,} to decode and one more that reads them need "
             f"{asked + tokens + 1:,} positions, the model has {limit:,}: use a prompt of 1 to "
             f"{room:,}"
         )

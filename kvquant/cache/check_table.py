@@ -26,7 +26,7 @@ def check_table(report: CheckReport) -> RenderableType:
 
 def _cases_table(report: CheckReport) -> Table:
     table = _table(
-        f"{report.tokens} tokens decoded greedily after {report.prompt_tokens}",
+        f"{report.tokens} decoded greedily after {report.prompt_tokens} tokens",
         ("against no cache", "left"),
         ("DynamicCache", "left"),
         ("logits off by", "right"),

@@ -137,9 +137,10 @@ class TokenLedger:
             InputError: The batch has another number of rows than before.
         """
         if self.batch not in (0, batch):
+            held = "1 row" if self.batch == 1 else f"{self.batch} rows"
             raise InputError(
-                f"the cache holds {row_count(self.batch)}, the call has {batch}: reset() the "
-                "cache, or use batch_select_indices or batch_repeat_interleave"
+                f"the cache holds {held}, the call has {batch}: reset() the cache, or use "
+                "batch_select_indices or batch_repeat_interleave"
             )
         self.batch = batch
         self._found.clear()
@@ -302,8 +303,3 @@ class TokenLedger:
         self.groups = groups
         if len(groups) == 1:
             groups[0].rows = None
-
-
-def row_count(count: int) -> str:
-    """``1 row``, ``2 rows``."""
-    return f"{count} row" if count == 1 else f"{count} rows"

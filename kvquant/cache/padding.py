@@ -9,7 +9,7 @@ import torch
 
 from kvquant.errors import InputError
 
-from .ledger import TokenLedger, row_count
+from .ledger import TokenLedger
 
 
 def real_tokens(mask: Any, batch: int, start: int, count: int) -> torch.Tensor | None:
@@ -37,8 +37,8 @@ def real_tokens(mask: Any, batch: int, start: int, count: int) -> torch.Tensor |
         raise _unreadable(mask)
     if mask.shape[0] != batch or mask.shape[1] < start + count:
         raise InputError(
-            f"the attention mask is {list(mask.shape)}, but {row_count(batch)} of {start} cached "
-            f"and {count} new tokens need [{batch}, {start + count}]{_BEGINS if start else ''}"
+            f"the attention mask is {list(mask.shape)}, not [{batch}, {start + count}] ({start} "
+            f"cached and {count} new){_BEGINS if start else ''}"
         )
     return mask[:, start : start + count].bool()
 
@@ -109,7 +109,7 @@ def check_cached(seen: torch.Tensor, held: torch.Tensor, may_hide: bool) -> None
     row = int(wrong.any(1).nonzero()[0])
     real, there = int(seen[row].sum()), int(held[row].sum())
     raise InputError(
-        f"row {row}: by the attention mask {real} of the {seen.shape[1]} cached tokens are real "
+        f"row {row}: the attention mask calls {real} of the {seen.shape[1]} cached tokens real "
         f"(without one all are), the cache holds {there}{' others' if real == there else ''}. A "
         "mask begins with that of what is cached: a cached prefix comes first in every row, and "
         "padding goes between it and the rest"
@@ -133,12 +133,17 @@ def check_goes_on(count: int, cached: int, positions: torch.Tensor | None) -> No
         InputError: It is not.
     """
     if not count:
-        raise InputError(f"the call brings no new token, and {cached} are cached{_BEGINS}")
+        raise InputError(
+            f"the call brings nothing new to what is cached (length {cached}){_BEGINS}"
+        )
     if positions is None or not cached or (count == 1 and positions.device.type != "cpu"):
         return  # of a decode step on a device: looking would stall it
     length = int(positions[0, -1]) + 1
     if length <= cached and count == length - (cached - length):
-        raise InputError(f"the prompt has {length} tokens, and {cached} are cached{_BEGINS}")
+        raise InputError(
+            f"the prompt (length {length}) is no longer than what is cached (length {cached})"
+            f"{_BEGINS}"
+        )
 
 
 _BEGINS = ": a prompt begins with what is cached, and goes on"

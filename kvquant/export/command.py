@@ -110,11 +110,9 @@ def export(
     assert model is not None
     from kvquant.models.source import resolve
 
-    from .combine import asked
     from .export import ExportRequest
     from .export import export as run
 
-    asked(engines)  # unknown ones are told first
     request = ExportRequest(
         resolve(model, base=base, adapters=adapters),
         scales,

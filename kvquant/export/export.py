@@ -271,8 +271,12 @@ def _belonging(
     known = scales.provenance.fingerprints
     try:
         scales.provenance.check(served)
-        if apart and all(len(each.adapters) <= len(served.adapters) for each in known):
-            raise FingerprintError(f"the scales belong to {served} without its adapters")
+        covered = sum(len(each.adapters) > len(served.adapters) for each in known)
+        if apart and covered < len(request.source.adapters):
+            raise FingerprintError(
+                f"the scales belong to {scales.provenance.origin}, which covers {covered} of "
+                f"{len(request.source.adapters)} adapters"
+            )
     except FingerprintError as error:
         if request.force:
             return _forced(scales, str(error), notify)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from .target import Contribution
 
+_KEPT = ("*processor_config.json", "LICENSE*", "NOTICE*")
+"""Files of the base that neither model nor tokenizer writes: a server of pictures needs them."""
+
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -77,6 +80,8 @@ def write_merged(
         with quiet():
             merged.save_pretrained(directory)
         loaded.tokenizer.save_pretrained(directory)
+        for path in (path for pattern in _KEPT for path in checkpoint.directory.glob(pattern)):
+            shutil.copyfile(path, directory / path.name)
     except Exception as error:  # safetensors wraps a full disk in an exception of its own
         raise ExportError(f"cannot write the merged model beside the output: {error}") from error
 

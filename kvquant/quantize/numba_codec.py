@@ -95,7 +95,7 @@ def _is_contiguous(tensor: torch.Tensor, axes: int) -> bool:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 # Jobs

@@ -85,6 +85,11 @@ def _make(codec: Codec) -> Plan:
     return Plan(codec.center, codec.scales, encoding, decoding, kv_heads, tables)
 
 
+def _zeros(*shape: int) -> torch.Tensor:
+    """What kernels read: whatever dtype and device torch makes by default."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+
 def _width(dim: int) -> int:
     """Channels that a panel has room for: whole vectors, and one more."""
     return -(-dim // LANES) * LANES + LANES
@@ -124,7 +129,7 @@ def _set_rotation(job: Job, codec: Codec, is_encoding: bool) -> torch.Tensor:
     assert rotation is not None
     job.rotated, job.factor = True, rotation.factor
     job.core_order = codec.dim // rotation.butterflies
-    core = torch.zeros(job.core_order + 1, job.core_order + LANES)
+    core = _zeros(job.core_order + 1, job.core_order + LANES)
     if rotation.core is not None:
         core[:-1, :-LANES] = rotation.core.T if is_encoding else rotation.core
     job.core = core.data_ptr()
@@ -137,18 +142,18 @@ def _set_center(job: Job, center: Center) -> list[torch.Tensor]:
     A pair (i, j) of t turns to ``t_i cos - t_j sin`` and ``t_j cos + t_i sin``.
     """
     kv_heads, dim = center.fixed.shape
-    tables = torch.zeros(3, kv_heads, job.pitch // 4)
-    pair_of = torch.full((job.pitch // 4,), _NO_PAIR)
+    tables = _zeros(3, kv_heads, job.pitch // 4)
+    pair_of = torch.full((job.pitch // 4,), _NO_PAIR, device="cpu")
     tables[0, :, :dim] = center.fixed
     if bool(center.fixed.any()):
         job.fixed = tables[0].data_ptr()
     if turns(center):
         assert center.turned is not None and center.layout is not None
-        first, second = center.layout.split(torch.arange(dim))
+        first, second = center.layout.split(torch.arange(dim, device="cpu"))
         tables[1, :, :dim] = center.turned
         tables[2][:, first] = -center.turned[:, second]
         tables[2][:, second] = center.turned[:, first]
-        pair_of[first] = pair_of[second] = torch.arange(len(first))
+        pair_of[first] = pair_of[second] = torch.arange(len(first), device="cpu")
         job.pairs, job.pair_of = len(first), pair_of.data_ptr()
         job.turned_cos, job.turned_sin = tables[1].data_ptr(), tables[2].data_ptr()
         job.by_channel = not _are_runs(pair_of)
@@ -169,7 +174,7 @@ def turns(center: Center | None) -> bool:
 def _are_runs(pair_of: torch.Tensor) -> bool:
     """Whether each eight channels have eight consecutive pairs, or none."""
     runs = pair_of.view(-1, LANES)
-    is_run = (runs - runs[:, :1] == torch.arange(LANES)).all(1)
+    is_run = (runs - runs[:, :1] == torch.arange(LANES, device="cpu")).all(1)
     return bool((is_run | (runs == _NO_PAIR).all(1)).all())
 
 
@@ -178,7 +183,7 @@ def _set_scales(job: Job, codec: Codec, is_encoding: bool) -> torch.Tensor:
     scales = codec.scales
     assert scales is not None
     heads, dim = scales.scale.shape[0], codec.dim
-    table = torch.zeros(heads, 3, job.pitch // 4)
+    table = _zeros(heads, 3, job.pitch // 4)
     table[:, 1] = 1.0
     table[:, 1, :dim] = scales.scale
     table[:, 2, :dim] = job.zero if scales.zero_point is None else scales.zero_point

@@ -50,7 +50,7 @@ def run(function: Callable[[Any], None], signature: Any, job: Any, values: int) 
     parallel = _parallel() if values >= _WORTH_THREADS else None
     # As many as torch takes, even where fewer would do: GNU OpenMP ends the others otherwise.
     threads = 1 if parallel is None else torch.get_num_threads()
-    work = torch.empty(job.scratch * threads, dtype=torch.uint8)
+    work = torch.empty(job.scratch * threads, dtype=torch.uint8, device="cpu")
     job.taken = address + type(job).tasks_taken.offset
     job.joined = address + type(job).threads_joined.offset
     job.work = work.data_ptr()

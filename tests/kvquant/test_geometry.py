@@ -395,7 +395,7 @@ def test_check_tensors_says_whose_shapes_these_are() -> None:
         (
             3,
             (1, 1, 5, 256),
-            "layer 3 caches keys of 1 heads x 256, but the other model has 2 heads x",
+            "layer 3 caches keys of 1 head x 256, but the other model has 2 heads x",
         ),
     ):
         with pytest.raises(GeometryError, match=f"^{message}.*: take that one$"):

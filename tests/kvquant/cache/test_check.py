@@ -268,7 +268,7 @@ def test_what_cannot_be_is_refused_before_anything_is_decoded(
     for schemes, error in ((("int5",), SchemeError), (("int8", "int4-kvi"), SchemeError)):
         with pytest.raises(error, match="unknown scheme"):
             check(model, byte_tokenizer, schemes=schemes, progress=steps.append, **SHORT)
-    with pytest.raises(InputError, match=r"a prompt of 500, 12 new .* 513 .*, the model has 512"):
+    with pytest.raises(InputError, match=r"a prompt of 500, 12 to .* 513 .*, the model has 512"):
         check(model, byte_tokenizer, prompt_tokens=500, tokens=12, progress=steps.append)
     assert steps == []
 
@@ -306,20 +306,30 @@ def test_lengths_that_fit(
             512,
             480,
             32,
-            "a prompt of 480, 32 new tokens and one that reads them need 513 positions, the model "
-            "has 512: use a prompt of 1 to 479",
+            "a prompt of 480, 32 to decode and one more that reads them need 513 positions, the "
+            "model has 512: use a prompt of 1 to 479",
         ),
-        (512, 9000, 32, "a prompt of 9,000, 32 new tokens and one that reads them need 9,033 posi"),
+        (
+            512,
+            9000,
+            32,
+            "a prompt of 9,000, 32 to decode and one more that reads them need 9,033 posi",
+        ),
         (512, -1, 32, "a prompt of -1, .*: use a prompt of 1 to 479"),
         (
             512,
             None,
             600,
-            "600 new tokens and one that reads them need 602 positions with the shortest prompt, "
-            "the model has 512: use at most 510 new ones",
+            "600 to decode and one more that reads them need 602 positions with the shortest "
+            "prompt, the model has 512: decode at most 510",
         ),
-        (33, None, 32, "32 new tokens and one that reads them need 34 positions with .* has 33: "),
-        (10, 5, 32, "32 new tokens and one that reads them need 34 .* use at most 8 new ones"),
+        (
+            33,
+            None,
+            32,
+            "32 to decode and one more that reads them need 34 positions with .* has 33: ",
+        ),
+        (10, 5, 32, "32 to decode and one more that reads them need 34 .* decode at most 8"),
     ],
 )
 def test_lengths_that_do_not_fit(

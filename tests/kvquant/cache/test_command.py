@@ -155,8 +155,11 @@ def test_a_defect_gives_exit_code_1(
     [
         (["nothing-here"], "nothing-here"),
         (["llama", "--scheme", "int5"], "unknown scheme 'int5': possible are none, "),
-        (["llama", "--prompt-tokens", "500"], "a prompt of 500, 32 new tokens and one that reads"),
-        (["llama", "--tokens", "600"], "600 new tokens and one that reads them need 602 positions"),
+        (["llama", "--prompt-tokens", "500"], "a prompt of 500, 32 to decode and one more"),
+        (
+            ["llama", "--tokens", "600"],
+            "600 to decode and one more that reads them need 602 positions",
+        ),
         (["llama", "--tokens", "0"], "0 is not in the range x>=1"),
         (["llama", "--device", "abacus"], "no device 'abacus' on this machine"),
         (["llama", "--scales", "nothing"], "nothing.safetensors does not exist"),

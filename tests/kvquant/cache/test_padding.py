@@ -84,9 +84,9 @@ def test_made_masks_that_are_not_needed_say_that_all_are_real() -> None:
         ({"full_attention": torch.ones(2, 5, 5)}, "not 3-D"),
         (
             torch.ones(2, 4),
-            r"is \[2, 4\], but 2 rows of 2 cached and 3 new tokens need \[2, 5\]: a prompt begins",
+            r"is \[2, 4\], not \[2, 5\] \(2 cached and 3 new\): a prompt begins with what is",
         ),
-        (torch.ones(1, 5), r"is \[1, 5\], but 2 rows"),
+        (torch.ones(1, 5), r"is \[1, 5\], not \[2, 5\]"),
     ],
 )
 def test_what_does_not_tell_is_refused(mask: Any, message: str) -> None:
@@ -120,13 +120,13 @@ def filled(*rows: str) -> TokenLedger:
     ("seen", "held", "numbers"),
     [
         # Two prompts with one cached prefix, padded in front of it.
-        (["xxxx", "..xx"], ["xxxx", "xxxx"], "row 1: by .* 2 of the 4 .*, the cache holds 4. A"),
-        (["...x", "xxxx"], [".xxx", "xxxx"], "row 0: by .* 1 of the 4 .*, the cache holds 3. A"),
-        (["....", "xxxx"], ["xxxx", "xxxx"], "row 0: by .* 0 of the 4 .*, the cache holds 4. A"),
+        (["xxxx", "..xx"], ["xxxx", "xxxx"], "row 1: .* calls 2 of the 4 .*, the cache holds 4. A"),
+        (["...x", "xxxx"], [".xxx", "xxxx"], "row 0: .* calls 1 of the 4 .*, the cache holds 3. A"),
+        (["....", "xxxx"], ["xxxx", "xxxx"], "row 0: .* calls 0 of the 4 .*, the cache holds 4. A"),
         # A prefix that was padded itself.
-        (["xxxx"], ["..xx"], "row 0: by .* 4 of the 4 .*, the cache holds 2. A"),
-        (["xx.."], ["..xx"], "row 0: by .* 2 of the 4 .*, the cache holds 2 others. A"),
-        (["xxxx"], ["xx.x"], "row 0: by .* 4 of the 4 .*, the cache holds 3. A"),
+        (["xxxx"], ["..xx"], "row 0: .* calls 4 of the 4 .*, the cache holds 2. A"),
+        (["xx.."], ["..xx"], "row 0: .* calls 2 of the 4 .*, the cache holds 2 others. A"),
+        (["xxxx"], ["xx.x"], "row 0: .* calls 4 of the 4 .*, the cache holds 3. A"),
     ],
 )
 @pytest.mark.parametrize("may_hide", [False, True])
@@ -159,7 +159,7 @@ def test_a_mask_is_read_behind_what_is_cached() -> None:
     found = read_mask(mask, 2, 2, ledger, False)
     assert found is not None
     assert found.tolist() == [[F, T], [T, T]]
-    with pytest.raises(InputError, match="row 0: by the attention mask 3 of the 3"):
+    with pytest.raises(InputError, match="row 0: the attention mask calls 3 of the 3"):
         read_mask(torch.ones(2, 5), 2, 2, ledger, False)
     with pytest.raises(InputError, match=r"row 0: .* 3 of the 3 .*\(without one all are\)"):
         read_mask(None, 2, 2, ledger, False)
@@ -193,7 +193,9 @@ def test_a_decode_step_on_a_device_looks_at_nothing() -> None:
 def test_a_prompt_that_is_not_longer_than_what_is_cached(length: int) -> None:
     """`generate()` hands its tokens from 12 - length on over, which begins at the wrong end."""
     places = torch.arange(length)[None, 12 - length :]
-    with pytest.raises(InputError, match=f"the prompt has {length} tokens, and 12 are cached: a"):
+    with pytest.raises(
+        InputError, match=rf"\(length {length}\) is no longer than .* \(length 12\): a pr"
+    ):
         check_goes_on(places.shape[1], 12, places)
     check_goes_on(places.shape[1], 12, None)
     check_goes_on(places.shape[1], 0, places)
@@ -201,7 +203,9 @@ def test_a_prompt_that_is_not_longer_than_what_is_cached(length: int) -> None:
 
 
 def test_a_call_without_tokens() -> None:
-    with pytest.raises(InputError, match="the call brings no new token, and 12 are cached: a pro"):
+    with pytest.raises(
+        InputError, match=r"brings nothing new to what is cached \(length 12\): a pro"
+    ):
         check_goes_on(0, 12, None)
-    with pytest.raises(InputError, match="and 0 are cached"):
+    with pytest.raises(InputError, match="length 0"):
         check_goes_on(0, 0, torch.empty(1, 0))

@@ -245,7 +245,7 @@ def test_prompts_that_were_padded_in_front_of_the_prefix_are_refused(
     inputs = padding_tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     given = {cache_argument(model.get_decoder()): cache}
     message = (
-        "row 0: by the attention mask 0 of the 20 cached tokens are real .*, the cache holds 20. A "
+        "row 0: the attention mask calls 0 of the 20 cached tokens real .*, the cache holds 20. A "
         ".*: a cached prefix comes first in every row, and padding goes between it and the rest$"
     )
     for _ in range(2):
@@ -265,7 +265,9 @@ def test_a_prefix_that_was_padded_itself_does_not_take_a_mask_of_ones(
     tokens, mask = left_padded()
     cache = fill(model, QuantizedCache.from_model(model, "int8"), tokens, mask)
     text = torch.cat([tokens, ids(2, 4, 1)], 1)
-    with pytest.raises(InputError, match=r"row 0: by the attention mask 23 of the 23 .* holds 16"):
+    with pytest.raises(
+        InputError, match=r"row 0: the attention mask calls 23 of the 23 .* holds 16"
+    ):
         generate(model, cache, text, torch.ones_like(text))
     with pytest.raises(InputError, match=r"row 0: .* 23 of the 23 .*without one all are.* 16"):
         fill(model, cache, ids(2, 4, 1))

@@ -333,7 +333,7 @@ LLAMA = ["-m", "llama", "-s", "llama-kv"]
         (["-m", "gpt2", "-s", "llama-kv", "-e", "vllm", *OUT], "the scales belong to "),
         (["-m", "llama", "-s", "lora-kv", "-e", "vllm", *OUT], "adapters differ"),
         (["-m", "lora", "-s", "lora-kv", "-e", "vllm", *OUT], "Without --merge-adapter the base"),
-        (["-m", "lora", "-s", "llama-kv", "-e", "vllm", *OUT], "without its adapters"),
+        (["-m", "lora", "-s", "llama-kv", "-e", "vllm", *OUT], "which covers 0 of 1 adapters"),
         ([*LLAMA, "--merge-adapter", "-e", "vllm", *OUT], "llama has no adapter to merge"),
         ([*LLAMA, "-a", "gpt2", "-e", "vllm", *OUT], "gpt2 is no PEFT adapter"),
         ([*LLAMA, "--base", "gpt2", "-e", "vllm", *OUT], "--base goes with an adapter directory"),

@@ -354,7 +354,9 @@ def test_scales_of_a_base_for_its_adapter(
     with pytest.raises(FingerprintError) as refused:
         run(model, "base", "vllm", output=tmp_path / "out", adapters=adapters)
     base = place.scales["base"].provenance.fingerprints[0]
-    assert str(refused.value) == f"the scales belong to {base} without its adapters" + SHARED
+    assert str(refused.value) == (
+        f"the scales belong to {base}, which covers 0 of 1 adapters" + SHARED
+    )
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FingerprintError, match=r"adapters differ; calibrate this model$"):
         run("lora", "base", "vllm", output=tmp_path / "out", merge_adapter=True)
@@ -374,6 +376,17 @@ def test_shared_scales_serve_a_base_with_its_adapter(
     assert_serves(tmp_path / "out", place.scales["shared"])
     record = json.loads((tmp_path / "out" / "kvquant_export.json").read_text())
     assert len(record["scales"]["provenance"]["fingerprints"]) == 2
+
+
+def test_shared_scales_cover_as_many_adapters_as_are_named(
+    run: Callable[..., ExportResult], place: Place, tmp_path: Path
+) -> None:
+    with pytest.raises(FingerprintError, match=r", which covers 1 of 2 adapters\. Without --merge"):
+        run("lora", "shared", "vllm", output=tmp_path / "out", adapters=("lora2",))
+    both = place.scales["shared"].union(place.scales["lora2"])
+    save_scales(both, tmp_path / "both.safetensors")
+    scales = str(tmp_path / "both")
+    assert run("base", scales, "vllm", output=tmp_path / "out", adapters=("lora", "lora2")).ok
 
 
 # Beside an adapter

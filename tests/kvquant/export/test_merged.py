@@ -7,6 +7,7 @@ import hashlib
 import os
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,25 @@ def test_several_adapters(
             expected + scaling * parts[f"{name}lora_B.weight"] @ parts[f"{name}lora_A.weight"]
         )
     torch.testing.assert_close(new[KEY.format(1)], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_serves_pictures_comes_along(
+    lora: Callable[[str], ModelSource], tmp_path: Path
+) -> None:
+    source = lora("float32")
+    for place in ("base", "merged"):
+        (tmp_path / place).mkdir()
+    for path in Path(source.model).iterdir():
+        (tmp_path / "base" / path.name).write_bytes(path.read_bytes())
+    others = ("preprocessor_config.json", "processor_config.json", "LICENSE", "README.md")
+    for name in others:
+        (tmp_path / "base" / name).write_text(name)
+    moved = replace(source, model=str(tmp_path / "base"))
+    checkpoint = read_checkpoint(tmp_path / "base")
+    write_merged(moved, checkpoint, accept, tmp_path / "merged", quiet)
+    for name in others[:3]:
+        assert (tmp_path / "merged" / name).read_text() == name
+    assert not (tmp_path / "merged" / "README.md").exists()
 
 
 def test_scales_that_do_not_belong_stop_it_before_anything_is_written(

@@ -352,3 +352,26 @@ def test_positions_beyond_the_table_read_nothing_else() -> None:
     codec, states = codec_of(INT4, 16, 1), states_of(1, 1, 2, 16)
     beyond = encoded(codec, states, torch.tensor([[-5, 2**40]]))
     assert identical(beyond, encoded(codec, states, torch.tensor([[0, POSITIONS - 1]])))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dim", [16, 24, 80])
+def test_tables_are_float32_whatever_torch_makes_by_default(dtype: torch.dtype, dim: int) -> None:
+    states, positions = states_of(1, 2, 9, dim), positions_of(1, 9)
+    expected = encoded(codec_of(INT4, dim, 2), states, positions)
+    codec = codec_of(INT4, dim, 2)
+    torch.set_default_dtype(dtype)
+    try:
+        found = encoded(codec, states, positions)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert identical(found, expected)
+
+
+def test_kernels_stay_on_the_cpu_whatever_the_default_device() -> None:
+    states, positions = states_of(1, 2, 9, 24), positions_of(1, 9)
+    expected = encoded(codec_of(INT4, 24, 2), states, positions)
+    codec = codec_of(INT4, 24, 2)
+    with torch.device("meta"):
+        found = encoded(codec, states, positions)
+    assert identical(found, expected)
