@@ -238,7 +238,7 @@ def _places(name: str, it: Slot) -> dict[str, int]:
 
 
 def _tiles(name: str, region: Region) -> dict[str, int]:
-    return {f"{name}_{field}": value for field, value in vars(region).items()}
+    return {f"{name}_{field}": value for field, value in region._asdict().items()}
 
 
 def _turned(made: Plan) -> tuple[Turned, torch.Tensor | None]:

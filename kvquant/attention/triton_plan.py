@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ _SMALL = {(8, 6), (8, 9), (12, 0), (12, 1)}
 _INTERPRETED_PROGRAMS = 32
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """Tokens whose keys and values are stored alike.
 
     Attributes:
@@ -44,20 +43,11 @@ class Region:
     origin: int
     start: int
     stop: int
-    tiles: int = 0
-    splits: int = 0
-
-    def split(self, size: int, least: int, most: int) -> Region:
-        """The same, cut into at most `most` splits of at least `least` tiles of `size` tokens."""
-        if self.start >= self.stop:
-            return self
-        tiles = -(-(self.stop - self.origin) // size)
-        own = max(least, -(-tiles // most))
-        return replace(self, tiles=own, splits=-(-tiles // own))
+    tiles: int
+    splits: int
 
 
-@dataclass(frozen=True)
-class Regions:
+class Regions(NamedTuple):
     """All tokens that are seen.
 
     Attributes:
@@ -89,8 +79,7 @@ class Regions:
         return self.coded.splits + (self.mixed.splits if self.coded_slot == "value" else 0)
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(NamedTuple):
     """What is to be done, without a look at any number.
 
     Attributes:
@@ -147,31 +136,53 @@ def plan(query: torch.Tensor, stored: StoredRows, softcapped: bool = False) -> P
     )
     if of_values.waves is not None:
         raise RefusedError("values have a mean that turns")
-    regions = _regions(keys, values, visible, stored)
+    span = _span(keys, values, visible, stored.past + stored.new)
     pairs = 0 if of_keys.waves is None else len(of_keys.waves)
-    shape = Shape(
-        keys.shape,
-        values.shape,
-        mixed=regions.coded_slot,
+    whole = of_keys.scale is None and of_keys.rotation is None
+    windowed = stored.window is not None
+    shape = _shape(
+        *(keys.shape, values.shape, span.coded_slot, pairs, whole),
+        *(windowed, softcapped, query.itemsize),
+    )
+    groups, lanes = query.shape[0] * kv_heads, query.shape[1] // kv_heads * query.shape[2]
+    most = _programs(shape, query.device) // (groups * -(-lanes // shape.lanes))
+    regions = _regions(span, keys, shape, max(1, most))
+    return Plan(query, stored, keys, values, of_keys, of_values, shape, regions, kv_heads)
+
+
+@functools.cache
+def _shape(
+    keys: SlotShape,
+    values: SlotShape,
+    mixed: str,
+    pairs: int,
+    whole: bool,
+    windowed: bool,
+    softcapped: bool,
+    itemsize: int,
+) -> Shape:
+    """What the attention kernel is compiled for; queries have numbers of `itemsize` bytes."""
+    return Shape(
+        keys,
+        values,
+        mixed=mixed,
         lanes=_LANES,
-        tokens=_tile(_tokens(keys.shape, values.shape, query, pairs), keys.shape.group),
-        exact_tokens=_tile(_EXACT_TOKENS, keys.shape.group),
+        tokens=_tile(_tokens(keys, values, itemsize, pairs), keys.group),
+        exact_tokens=_tile(_EXACT_TOKENS, keys.group),
         pairs=pairs,
-        windowed=stored.window is not None,
+        windowed=windowed,
         softcapped=softcapped,
-        half=query.dtype != torch.float32,
-        whole=of_keys.scale is None and of_keys.rotation is None,
+        half=itemsize == 2,
+        whole=whole,
         ptx=not IS_INTERPRETED,
         stages=_STAGES,
     )
-    made = Plan(query, stored, keys, values, of_keys, of_values, shape, regions, kv_heads)
-    return replace(made, regions=_split(made))
 
 
-def _tokens(keys: SlotShape, values: SlotShape, query: torch.Tensor, pairs: int) -> int:
+def _tokens(keys: SlotShape, values: SlotShape, itemsize: int, pairs: int) -> int:
     """Tokens of a tile of codes: as many as registers have room for."""
     most = _TOKENS if not pairs else _TOKENS // 2 if pairs == 16 else _EXACT_TOKENS
-    size = max(1, keys.row + values.row) * (query.itemsize // 2) ** 2
+    size = max(1, keys.row + values.row) * (itemsize // 2) ** 2
     return min(most, max(_EXACT_TOKENS, 1 << (_TILE_BYTES // size).bit_length() >> 1))
 
 
@@ -180,47 +191,65 @@ def _tile(most: int, group: int) -> int:
     return most if group == 1 else min(most, group & -group)
 
 
-def _regions(keys: Slot, values: Slot, visible: int, stored: StoredRows) -> Regions:
-    """The tokens from `visible` on by how they are stored."""
-    end = stored.past + stored.new
+class Span(NamedTuple):
+    """Where codes are.
+
+    Attributes:
+        visible: First token that is seen.
+        start: First token with codes.
+        both: First one after it that lacks codes of keys or of values.
+        stop: First one after it that lacks both.
+        end: Number of tokens.
+        coded_slot: Which slot has codes from `both` to `stop`: ``key``, ``value`` or ``none``.
+    """
+
+    visible: int
+    start: int
+    both: int
+    stop: int
+    end: int
+    coded_slot: str
+
+
+def _span(keys: Slot, values: Slot, visible: int, end: int) -> Span:
     coded = [it for it in (keys, values) if it.codec is not None]
-    spans = [(max(it.start, visible), it.stop) for it in coded] or [(end, end)]
-    if len({start for start, _ in spans}) > 1:
+    starts = {max(it.start, visible) for it in coded} or {end}
+    if len(starts) > 1:
         raise RefusedError("codes of keys and of values begin at different tokens")
-    start, stop = spans[0][0], max(stop for _, stop in spans)
-    both = min(stop for _, stop in spans) if len(spans) == 2 else start
-    coded_slot = "none"
-    if both < stop:
-        coded_slot = "key" if keys.codec is not None and keys.stop == stop else "value"
-    front, back = start - visible, end - stop
-    return Regions(
-        coded=Region(start, start, both),
-        mixed=Region(both, both, stop),
-        exact=Region(0, 0, front + back),
-        first=visible,
-        front=front,
-        back=stop,
-        coded_slot=coded_slot,
+    (start,) = starts
+    stop = max((it.stop for it in coded), default=end)
+    both = min(keys.stop, values.stop) if len(coded) == 2 else start
+    if both == stop:
+        return Span(visible, start, both, stop, end, "none")
+    is_key = keys.codec is not None and keys.stop == stop
+    return Span(visible, start, both, stop, end, "key" if is_key else "value")
+
+
+def _regions(span: Span, keys: Slot, shape: Shape, most: int) -> Regions:
+    """The tokens in at most `most` splits; those without codes get theirs first."""
+    exact_count = span.start - span.visible + span.end - span.stop
+    exact = _region(0, 0, exact_count, shape.exact_tokens, _LEAST_EXACT, most)
+    # Tiles of keys in groups do not cross groups.
+    ahead, mixed_ahead = 0, 0
+    if shape.keys.group > 1:
+        ahead = (span.start - keys.start) % shape.tokens
+        mixed_ahead = (span.both - keys.start) % shape.exact_tokens * (span.coded_slot == "key")
+    mixed = _region(
+        span.both - mixed_ahead, span.both, span.stop, shape.exact_tokens, _LEAST_EXACT, most
     )
+    left = max(1, most - mixed.splits - exact.splits)
+    coded = _region(span.start - ahead, span.start, span.both, shape.tokens, 1, left)
+    front = span.start - span.visible
+    return Regions(coded, mixed, exact, span.visible, front, span.stop, span.coded_slot)
 
 
-def _split(made: Plan) -> Regions:
-    """The regions, in as many splits as keep the GPU busy."""
-    shape, regions, keys = made.shape, made.regions, made.keys
-    most = max(1, _programs(shape, made.query.device) // (made.groups * made.blocks))
-
-    def aligned(region: Region, size: int, is_grouped: bool) -> Region:
-        # Tiles of keys in groups do not cross groups.
-        ahead = (region.start - keys.start) % size if is_grouped else 0
-        return replace(region, origin=region.start - ahead)
-
-    grouped = keys.shape.group > 1
-    mixed = aligned(regions.mixed, shape.exact_tokens, grouped and regions.coded_slot == "key")
-    mixed = mixed.split(shape.exact_tokens, _LEAST_EXACT, most)
-    exact = regions.exact.split(shape.exact_tokens, _LEAST_EXACT, most)
-    coded = aligned(regions.coded, shape.tokens, grouped)
-    coded = coded.split(shape.tokens, 1, max(1, most - mixed.splits - exact.splits))
-    return replace(regions, coded=coded, mixed=mixed, exact=exact)
+def _region(origin: int, start: int, stop: int, size: int, least: int, most: int) -> Region:
+    """Tokens in at most `most` splits of at least `least` tiles of `size` tokens."""
+    if start >= stop:
+        return Region(origin, start, stop, 0, 0)
+    tiles = -(-(stop - origin) // size)
+    own = max(least, -(-tiles // most))
+    return Region(origin, start, stop, own, -(-tiles // own))
 
 
 def _programs(shape: Shape, device: torch.device) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -75,8 +77,7 @@ NO_CONSTANTS = Constants((None, None))
 """Of a slot without codes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Slot:
+class Slot(NamedTuple):
     """The runs of keys or values that are visible.
 
     Attributes:
@@ -129,37 +130,68 @@ def slot(runs: tuple[Run, ...], visible: int, *, narrowest: int, grouped: bool) 
     Raises:
         RefusedError: Kernels cannot read them.
     """
-    runs = tuple(run for run in runs if run.stop > max(visible, run.first))
-    coded = [run for run in runs if is_coded(run)]
-    exact = [run for run in runs if not is_coded(run)]
-    dim = runs[0].codec.dim if runs[0].codec is not None else runs[0].held[0].shape[-1]
-    if dim > WIDEST:
-        raise RefusedError(f"heads of {dim} channels, more than {WIDEST}")
+    coded: list[Run] = []
+    exact: list[Run] = []
+    for run in runs:
+        if run.stop > max(visible, run.first):
+            (coded if is_coded(run) else exact).append(run)
     tensors, firsts, froms = _exact(exact)
-    shape = SlotShape("exact", dim, _padded(dim), _exact_align(tensors))
+    align = _exact_align(tensors)
     if not coded:
-        other = exact[0].held[0]
-        nothing = Coded(other, 0, 0, 0, 0, 0, 0)
-        places = (0, 0, 0, _NEVER, 0, 0)
+        other = tensors.runs[0]
+        shape = _slot_shape("exact", _dim(other.shape[-1]), align)
+        nothing, places = Coded(other, 0, 0, 0, 0, 0, 0), (0, 0, 0, _NEVER, 0, 0)
         return Slot(shape, None, nothing, other, other, *places, tensors, firsts, froms)
-    _check_parts(coded)
-    first = coded[0]
-    assert first.codec is not None
-    if first.codec.unit > 1 and not grouped:
-        raise RefusedError("values in groups")
+    first, codec = coded[0], coded[0].codec
+    assert codec is not None
+    _check_parts(coded, codec, grouped)
     fields, jumps = _coded(coded)
     codes, *ranges = first.held
-    shape = replace(
-        _shape(first.codec, fields, jumps[0], narrowest),
-        exact_align=shape.exact_align,
-        scaled=len(ranges) > 0,
-        middle=len(ranges) > 1,
-    )
+    dim, row, unit = _dim(codec.dim), codec.row_bytes, codec.unit
+    steps = fields.row | fields.head | fields.unit | jumps[0] | row
+    is_even = (steps | codes.data_ptr()) % 2 == 0
+    word = 2 if is_even and row >= 2 * narrowest else 1
+    kind = KINDS[codec.scheme.format.name]
+    shape = _slot_shape(kind, dim, align, row, word, _align(steps), unit, len(ranges))
     scale, middle = (*ranges, codes, codes)[:2]
-    origin = first.first - first.place * first.codec.unit
     cut = coded[1].first if len(coded) > 1 else _NEVER
-    places = (first.first, coded[-1].stop, origin, cut, *jumps)
-    return Slot(shape, first.codec, fields, scale, middle, *places, tensors, firsts, froms)
+    places = (first.first, coded[-1].stop, first.first - first.place * unit, cut, *jumps)
+    return Slot(shape, codec, fields, scale, middle, *places, tensors, firsts, froms)
+
+
+@functools.cache
+def _slot_shape(
+    kind: str,
+    dim: int,
+    exact_align: int,
+    row: int = 0,
+    word: int = 1,
+    align: int = 1,
+    group: int = 1,
+    ranges: int = 0,
+) -> SlotShape:
+    """What kernels are compiled for; `ranges` counts scales and middles."""
+    return SlotShape(
+        kind,
+        dim,
+        _padded(dim),
+        exact_align,
+        row=row,
+        word=word,
+        block=_padded(-(-row // word)),
+        align=align,
+        group=group,
+        scaled=ranges > 0,
+        middle=ranges > 1,
+        gain=GAIN.get(kind, 1.0),
+    )
+
+
+def _dim(dim: int) -> int:
+    """Width of a head, where kernels have room for it."""
+    if dim > WIDEST:
+        raise RefusedError(f"heads of {dim} channels, more than {WIDEST}")
+    return dim
 
 
 def check_scheme(scheme: TensorScheme) -> None:
@@ -174,13 +206,14 @@ def check_scheme(scheme: TensorScheme) -> None:
         raise RefusedError(f"groups of {scheme.unit} tokens, no multiple of {_VECTOR}")
 
 
-def _check_parts(coded: list[Run]) -> None:
-    if len(coded) > 2 or any(run.codec is not coded[0].codec for run in coded):
+def _check_parts(coded: list[Run], codec: Codec, grouped: bool) -> None:
+    check_scheme(codec.scheme)
+    if codec.unit > 1 and not grouped:
+        raise RefusedError("values in groups")
+    if len(coded) > 2 or any(run.codec is not codec for run in coded):
         raise RefusedError(f"codes in {len(coded)} pieces")
     if coded[-1].first != coded[0].first + sum(run.count for run in coded[:-1]):
         raise RefusedError("exact tokens between codes")
-    assert coded[0].codec is not None
-    check_scheme(coded[0].codec.scheme)
 
 
 def _exact(runs: list[Run]) -> tuple[Exact, tuple[int, ...], tuple[int, ...]]:
@@ -238,27 +271,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= tensor.shape[axis]
     return True
-
-
-def _shape(codec: Codec, fields: Coded, jump: int, narrowest: int) -> SlotShape:
-    """What kernels are compiled for, of a codec and of where its codes are."""
-    scheme, row = codec.scheme, codec.row_bytes
-    steps = fields.row | fields.head | fields.unit | jump | row
-    is_even = (steps | fields.codes.data_ptr()) % 2 == 0
-    word = 2 if is_even and row >= 2 * narrowest else 1
-    kind = KINDS[scheme.format.name]
-    return SlotShape(
-        kind,
-        codec.dim,
-        _padded(codec.dim),
-        1,
-        row=row,
-        word=word,
-        block=_padded(-(-row // word)),
-        align=_align(steps),
-        group=scheme.unit,
-        gain=GAIN[kind],
-    )
 
 
 def _exact_align(exact: Exact) -> int:

@@ -38,7 +38,7 @@ def test_sinks_codes_and_the_call(planned: Any) -> None:
 
     # 20 programs, one of which has the exact tokens; 8 tiles of 128 tokens.
     assert found.coded == Region(4, 4, 1000, tiles=1, splits=8)
-    assert found.mixed == Region(1000, 1000, 1000)
+    assert found.mixed == Region(1000, 1000, 1000, tiles=0, splits=0)
     assert (found.first, found.front, found.back) == (0, 4, 1000)
     assert found.exact == Region(0, 0, 5, tiles=4, splits=1)
     assert found.splits == 9
