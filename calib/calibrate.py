@@ -25,6 +25,7 @@ from kvquant.models.loading import (
     make_local,
     read_config,
 )
+from kvquant.progress import notify, token_progress
 from kvquant.provenance import Provenance
 from kvquant.scales import KVScales
 from kvquant.scheme import QuantScheme
@@ -32,7 +33,6 @@ from kvquant.text.corpus import TokenBlocks, read_rows, token_blocks
 
 from .collect import Watcher, collect
 from .method import RangeMethod
-from .progress import notify, token_progress
 from .resume import Resume
 from .solve import solve
 from .stats import CalibrationStats

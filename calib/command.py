@@ -170,8 +170,9 @@ def merge(stats: tuple[str, ...], output: str, as_json: bool) -> None:
     Example:
       kvquant merge part-a.stats part-b.stats -o whole
     """
+    from kvquant.progress import notify
+
     from .output import print_json
-    from .progress import notify
     from .stats import merge_all
     from .stats_file import save_stats
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from kvquant.errors import FileFormatError
 from kvquant.geometry import CacheGeometry
+from kvquant.progress import notify
 from kvquant.provenance import Provenance
 
-from .progress import notify
 from .stats import CalibrationStats, merge_all
 from .stats_file import load_stats, save_stats
 

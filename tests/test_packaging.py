@@ -17,10 +17,12 @@ COMMANDS = {
     "calibrate",
     "check",
     "drift",
+    "evaluate",
     "export",
     "inspect",
     "merge",
     "plan",
+    "report",
     "solve",
     "verify",
 }

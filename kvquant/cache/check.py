@@ -27,6 +27,7 @@ from .check_report import Case, CheckReport, Stored, Way
 from .companions import state_nbytes
 from .decoding import Decoding, Prompt
 from .layer import QuantizedLayer
+from .readback import Readback
 from .sizes import live_nbytes
 from .summary import covered_windows
 
@@ -225,10 +226,10 @@ def _stored(
     """Feeds prompt and tokens, looks at the bytes, and at what one more token reads."""
     text = prompt.extended(tokens)
     try:
-        with _Readback(cache) as readback:
+        with Readback(cache) as readback:
             decoding.feed(text, prompt.ids.shape[1], cache)
             decoding.feed(text, tokens.shape[1], cache)
-            live, has_codes, remarks = _tokens_nbytes(cache), *_quantized(cache)
+            live, has_codes, remarks = tokens_nbytes(cache), *_quantized(cache)
             readback.compares = True
             decoding.feed(text.extended(tokens[:, -1:]), 1, cache)
     except Exception as error:
@@ -252,56 +253,7 @@ def _stored(
     )
 
 
-class _Readback:
-    """Compares what a cache is given, inside its ``with`` block, with what it gives back.
-
-    Attributes:
-        dtype: Of keys and values.
-        worst: For keys and values: norm of the difference by norm, of the layer where that is most.
-        compares: Whether calls from now on are to be compared.
-    """
-
-    def __init__(self, cache: QuantizedCache) -> None:
-        """Nothing seen yet."""
-        self.dtype = torch.float32
-        self.worst = [0.0, 0.0]
-        self.compares = False
-        self._cache: Any = cache
-        self._update = cache.update
-        self._given: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def __enter__(self) -> _Readback:
-        """Looks at the calls of the cache's `update` from now on."""
-        self._cache.update = self._look
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leaves the cache as it was."""
-        del self._cache.update
-        self._given.clear()
-
-    def _look(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        given = self._given.setdefault(layer_idx, [])
-        read = self._update(keys, values, layer_idx, *args, **kwargs)
-        if self.compares:
-            for slot, column in enumerate(zip(*given, strict=True)):
-                self._compare(slot, torch.cat(column, dim=2), read[slot][:, :, : -keys.shape[2]])
-        given.append((keys, values))
-        self.dtype = keys.dtype
-        return read
-
-    def _compare(self, slot: int, given: torch.Tensor, read: torch.Tensor) -> None:
-        """Of a sliding layer, what it still sees."""
-        exact = given[:, :, given.shape[2] - read.shape[2] :].float()
-        norm, change = float(exact.norm()), float((read.float() - exact).norm())
-        relative = change / norm if norm else change
-        if not relative <= self.worst[slot]:  # NaN is the worst of all
-            self.worst[slot] = relative
-
-
-def _tokens_nbytes(cache: QuantizedCache) -> int:
+def tokens_nbytes(cache: QuantizedCache) -> int:
     """Live bytes that grow with the text: without recurrent states and the keys of indexers."""
     beside = sum(
         layer.live_nbytes() - QuantizedLayer.live_nbytes(layer)

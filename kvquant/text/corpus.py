@@ -28,7 +28,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["CorpusReport", "Row", "Rows", "TokenBlocks", "block_spans", "read_rows", "token_blocks"]
+__all__ = [
+    "CorpusReport",
+    "Row",
+    "Rows",
+    "TokenBlocks",
+    "block_spans",
+    "bos_token",
+    "read_rows",
+    "text_pieces",
+    "token_blocks",
+]
 
 _PIECE = 1 << 20
 """Characters that are tokenized at once; a longer text is cut before a blank."""
@@ -127,7 +137,7 @@ def token_blocks(
         DataError: Not one usable token; or message lists without `chat`, or `chat` without a
             template.
     """
-    bos = _bos(tokenizer)
+    bos = bos_token(tokenizer)
     room = _room(context_length, samples, bos)
     if chat and not getattr(tokenizer, "chat_template", None):
         raise DataError("the tokenizer has no chat template: leave out --chat, or give plain text")
@@ -181,7 +191,7 @@ def _room(context_length: int, samples: int, bos: int | None) -> int:
     return context_length if bos is None else context_length - 1
 
 
-def _bos(tokenizer: Any) -> int | None:
+def bos_token(tokenizer: Any) -> int | None:
     """The token that the tokenizer puts in front of a text by itself, or None."""
     ids = tokenizer.encode("a")
     bos = tokenizer.bos_token_id
@@ -264,7 +274,7 @@ class _Stream:
         elif row is not None and self.chat:
             self.reason = self.reason or "; --chat takes message lists, not text"
             row = None
-        return None if row is None else _pieces(row)
+        return None if row is None else text_pieces(row)
 
     def _rendered(self, messages: Messages) -> str | None:
         """The messages as the chat template writes them, or None if it refuses them."""
@@ -277,7 +287,7 @@ class _Stream:
             return None
 
 
-def _pieces(text: str | Path) -> Iterator[str]:
+def text_pieces(text: str | Path) -> Iterator[str]:
     """A text or text file in pieces of `_PIECE` characters or a little more; none if it is blank.
 
     Cut before a blank, or where there is none for so long, anywhere.

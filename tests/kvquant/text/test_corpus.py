@@ -158,10 +158,10 @@ def test_long_file_is_read_piece_by_piece(byte_tokenizer, tmp_path, monkeypatch)
 
 def test_pieces_are_cut_before_blanks(monkeypatch):
     monkeypatch.setattr(corpus, "_PIECE", 8)
-    assert list(corpus._pieces("one two three four")) == ["one two", " three", " four"]
-    assert list(corpus._pieces("x" * 20)) == ["x" * 8, "x" * 8, "x" * 4]
-    assert list(corpus._pieces(" " * 20)) == []
-    assert list(corpus._pieces(" " * 20 + "a")) == [" " * 19, " a"]
+    assert list(corpus.text_pieces("one two three four")) == ["one two", " three", " four"]
+    assert list(corpus.text_pieces("x" * 20)) == ["x" * 8, "x" * 8, "x" * 4]
+    assert list(corpus.text_pieces(" " * 20)) == []
+    assert list(corpus.text_pieces(" " * 20 + "a")) == [" " * 19, " a"]
 
 
 @given(st.text(max_size=60), st.integers(1, 9))
@@ -169,14 +169,14 @@ def test_pieces_are_the_text(text, piece):
     original = corpus._PIECE
     corpus._PIECE = piece
     try:
-        joined = "".join(corpus._pieces(text))
+        joined = "".join(corpus.text_pieces(text))
     finally:
         corpus._PIECE = original
     assert joined == ("" if text.isspace() else text)
 
 
 def test_lone_surrogates_become_replacement_characters(byte_tokenizer):
-    assert list(corpus._pieces("a\ud800b\U0001f600")) == ["a\ufffdb\U0001f600"]
+    assert list(corpus.text_pieces("a\ud800b\U0001f600")) == ["a\ufffdb\U0001f600"]
     result = token_blocks(Rows("t", ["a\ud800b"]), byte_tokenizer, context_length=9, samples=1)
     assert _ids(result)[0][0] == 97
     assert _ids(result)[0][-1] == 98

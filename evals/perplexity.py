@@ -1,0 +1,114 @@
+"""Token by token: what an arm makes of a text, beside what the unquantized cache makes of it.
+
+A document is prefilled, then read on in blocks, teacher-forced: a block's own tokens are read
+exactly, everything before it through the cache. (One forward pass over a text would attend to the
+pass's own keys and never read a cache: any scheme would look perfect.)
+
+Arms read each block one after the other, right after the unquantized cache: logits of one block,
+for it and for one arm, are all that is ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .reading import Reader
+from .statistics import Scores
+from .windows import Span
+
+Array = NDArray[Any]
+
+
+def score_document(
+    reader: Reader,
+    ids: Array,
+    spans: Sequence[Span],
+    reference: Any,
+    arms: Mapping[str, Any],
+    *,
+    document: int = 0,
+    chunk: int | None = None,
+    advance: Callable[[int], None] = lambda tokens: None,
+    before: Callable[[Span], None] = lambda span: None,
+) -> dict[str, Scores]:
+    """Reads one document through the unquantized cache and all arms, which are empty.
+
+    Args:
+        reader: Of the model.
+        ids: The document, ``[tokens]``.
+        spans: From `windows.spans`: the prefill, then blocks.
+        reference: The unquantized cache.
+        arms: The others, by name.
+        document: Its number.
+        chunk: Tokens of a call of the prefill; see `Reader.fill`.
+        advance: Told of tokens read, in each cache.
+        before: Told of each block before anybody reads it.
+
+    Returns:
+        Scores of all tokens of the blocks, for each arm.
+    """
+    tokens = torch.from_numpy(ids)[None]
+    first, *blocks = spans
+    reader.fill(tokens[:, : first.stop], reference, arms, chunk)
+    advance(first.stop * (len(arms) + 1))
+    parts: dict[str, list[Scores]] = {name: [] for name in arms}
+    for span in blocks:
+        before(span)
+        block = tokens[:, span.start : span.stop]
+        target = tokens[0, span.targets.start : span.targets.stop].to(reader.decoder.device)
+        true = Prediction.of(reader.read(block, reference)[0], target)
+        place = np.full(len(target), document), np.full(len(target), span.past)
+        advance(len(target))
+        for name, cache in arms.items():
+            found = Prediction.of(reader.read(block, cache)[0], target)
+            parts[name].append(Scores(*place, **found.against(true)))
+            advance(len(target))
+    return {name: Scores.join(it) for name, it in parts.items()}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about the tokens of a block.
+
+    Attributes:
+        log_probabilities: ``[tokens, vocabulary]``, float32.
+        target: The tokens that follow, ``[tokens]``.
+    """
+
+    log_probabilities: torch.Tensor
+    target: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, target: torch.Tensor) -> Prediction:
+        """From logits ``[tokens, vocabulary]`` of any dtype."""
+        return cls(logits.float().log_softmax(-1), target)
+
+    def against(self, reference: Prediction) -> dict[str, Array]:
+        """What `Scores` wants to know beside place and position."""
+        ours, theirs = self.log_probabilities, reference.log_probabilities
+        weights = theirs.exp()
+        # Tokens that are impossible to both would be 0 x (inf - inf).
+        terms = torch.where(weights > 0, weights * (theirs - ours), 0)
+        return {
+            "nll_reference": _array(-reference.true),
+            "nll": _array(-self.true),
+            "kl": _array(terms.sum(-1).clamp(min=0)),
+            "agrees": _array(ours.argmax(-1) == theirs.argmax(-1)),
+            "confidence": _array(weights.max(-1).values),
+        }
+
+    @property
+    def true(self) -> torch.Tensor:
+        """Log-probability of the tokens that follow, ``[tokens]``."""
+        return self.log_probabilities.gather(1, self.target[:, None])[:, 0]
+
+
+def _array(values: torch.Tensor) -> Array:
+    found: Array = values.cpu().numpy()
+    return found
