@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvquant.models.adapters import base_model
 from kvquant.models.source import first_line
 
-from .perplexity import Prediction
+from .perplexity import compare_logits
 from .reading import Reader
 from .windows import Span
 
@@ -60,11 +60,8 @@ def _divergences(
     target = torch.zeros(block, dtype=torch.long)  # any: only distributions are compared
     found = {}
     for name in arms:
-        expected, padded = (
-            Prediction.of(logits[name], target.to(logits[name].device))
-            for logits in (alone, beside)
-        )
-        found[name] = float(padded.against(expected)["kl"].mean())
+        scores = compare_logits(alone[name], beside[name], target.to(alone[name].device))
+        found[name] = float(scores["kl"].mean())
     return found
 
 

@@ -11,7 +11,6 @@ for it and for one arm, are all that is ever held.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,9 @@ from .statistics import Scores
 from .windows import Span
 
 Array = NDArray[Any]
+
+_ROWS = 2
+"""Tokens whose probabilities are held at once."""
 
 
 def score_document(
@@ -62,53 +64,43 @@ def score_document(
         before(span)
         block = tokens[:, span.start : span.stop]
         target = tokens[0, span.targets.start : span.targets.stop].to(reader.decoder.device)
-        true = Prediction.of(reader.read(block, reference)[0], target)
+        expected = reader.read(block, reference)[0]
         place = np.full(len(target), document), np.full(len(target), span.past)
         advance(len(target))
         for name, cache in arms.items():
-            found = Prediction.of(reader.read(block, cache)[0], target)
-            parts[name].append(Scores(*place, **found.against(true)))
+            found = compare_logits(expected, reader.read(block, cache)[0], target)
+            parts[name].append(Scores(*place, **found))
             advance(len(target))
     return {name: Scores.join(it) for name, it in parts.items()}
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What a model says about the tokens of a block.
+def compare_logits(
+    reference: torch.Tensor, logits: torch.Tensor, target: torch.Tensor
+) -> dict[str, Array]:
+    """What `Scores` wants to know of a block, beside place and position.
 
-    Attributes:
-        log_probabilities: ``[tokens, vocabulary]``, float32.
+    Args:
+        reference: With the unquantized cache, ``[tokens, vocabulary]``, any dtype.
+        logits: With the arm, likewise.
         target: The tokens that follow, ``[tokens]``.
     """
-
-    log_probabilities: torch.Tensor
-    target: torch.Tensor
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, target: torch.Tensor) -> Prediction:
-        """From logits ``[tokens, vocabulary]`` of any dtype."""
-        return cls(logits.float().log_softmax(-1), target)
-
-    def against(self, reference: Prediction) -> dict[str, Array]:
-        """What `Scores` wants to know beside place and position."""
-        ours, theirs = self.log_probabilities, reference.log_probabilities
-        weights = theirs.exp()
-        # Tokens that are impossible to both would be 0 x (inf - inf).
-        terms = torch.where(weights > 0, weights * (theirs - ours), 0)
-        return {
-            "nll_reference": _array(-reference.true),
-            "nll": _array(-self.true),
-            "kl": _array(terms.sum(-1).clamp(min=0)),
-            "agrees": _array(ours.argmax(-1) == theirs.argmax(-1)),
-            "confidence": _array(weights.max(-1).values),
-        }
-
-    @property
-    def true(self) -> torch.Tensor:
-        """Log-probability of the tokens that follow, ``[tokens]``."""
-        return self.log_probabilities.gather(1, self.target[:, None])[:, 0]
+    # Some rows at a time: probabilities of a large vocabulary are wider than all else.
+    rows = zip(*(torch.split(it, _ROWS) for it in (reference, logits, target)), strict=True)
+    parts = [_compare_rows(*row) for row in rows]
+    return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
 
 
-def _array(values: torch.Tensor) -> Array:
-    found: Array = values.cpu().numpy()
-    return found
+def _compare_rows(
+    reference: torch.Tensor, logits: torch.Tensor, target: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    theirs, ours = (it.float().log_softmax(-1) for it in (reference, logits))
+    weights = theirs.exp()
+    # Tokens that are impossible to both would be 0 x (inf - inf).
+    terms = torch.where(weights > 0, weights * (theirs - ours), 0)
+    return {
+        "nll_reference": -theirs.gather(1, target[:, None])[:, 0],
+        "nll": -ours.gather(1, target[:, None])[:, 0],
+        "kl": terms.sum(-1).clamp(min=0),
+        "agrees": ours.argmax(-1) == theirs.argmax(-1),
+        "confidence": weights.max(-1).values,
+    }

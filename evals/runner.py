@@ -11,7 +11,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -19,10 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 
-from kvquant.errors import InputError
 from kvquant.fingerprint import Fingerprint, fingerprint
 from kvquant.models.loading import LoadedModel, load, load_tokenizer, make_local
 from kvquant.progress import notify
@@ -32,6 +29,7 @@ from .arms import BoundArm, bind
 from .continuation import continue_text
 from .documents import read_documents
 from .haystack import Haystack, read_haystack
+from .memory import naming_length
 from .needle import Needles, Prompt
 from .perplexity import score_document
 from .reading import Reader
@@ -251,7 +249,7 @@ class Run:
         for number, ids in enumerate(documents):
             scores = store.scores(number)
             if scores is None:
-                with _naming_length(len(ids), len(self.arms)):
+                with naming_length(self.reader, self.arms, len(ids)):
                     scores = score_document(
                         self.reader,
                         ids,
@@ -285,7 +283,7 @@ class Run:
         request = self.request
         for batch in batches(self.text.prompts, request.batch_size):
             if not all(key_of(prompt) in store.cells for prompt in batch):
-                with _naming_length(batch[0].length, len(self.arms), len(batch)):
+                with naming_length(self.reader, self.arms, batch[0].length, len(batch)):
                     store.keep_cells(
                         answer_prompts(
                             self.reader,
@@ -312,7 +310,7 @@ class Run:
         for ids in self.text.documents[: request.continuations]:
             prompt = ids[: max(len(ids) - request.tokens, 2)]
             if len(found) <= stages.done("continuations"):
-                with _naming_length(len(ids), len(self.arms)):
+                with naming_length(self.reader, self.arms, len(ids)):
                     found.append(
                         continue_text(
                             self.reader,
@@ -344,30 +342,6 @@ class Run:
             command=shlex.join(["kvquant", *sys.argv[1:]]),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-
-
-@contextmanager
-def _naming_length(length: int, arms: int, batch: int = 1) -> Iterator[None]:
-    """Says at which length memory ran out, and what needs less."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_memory and "can't allocate memory" not in str(error):
-            raise
-        torch.cuda.empty_cache()
-        texts = "one text" if batch == 1 else f"{batch} texts"
-        advice = (
-            "--batch-size 1"
-            if batch > 1
-            else "--chunk 2048 if it is the prefill"
-            if arms == 1
-            else "fewer arms at a time"
-        )
-        raise InputError(
-            f"out of memory at {length:,} tokens with {texts} in {arms + 1} caches: use {advice}, "
-            "or shorter --lengths. What was found so far is kept: the same command goes on there"
-        ) from error
 
 
 def _file_hash(path: str | None) -> str | None:
