@@ -102,7 +102,7 @@ def attention_modules(
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds {type(values).__name__}, not a JSON object")
@@ -133,7 +133,8 @@ def _read_index(directory: Path) -> dict[str, Any] | None:
     missing = [name for name in files if not (directory / name).is_file()]
     if missing or not files:
         raise ModelError(
-            f"{len(missing)} of the {len(files)} files that {directory / INDEX} names are missing"
+            f"{len(missing)} of the {len(files)} files that {directory / INDEX} names "
+            f"{'is' if len(missing) == 1 else 'are'} missing"
             f"{', ' + missing[0] + ' the first of them' if missing else ''}: complete the download"
         )
     return index
@@ -164,7 +165,8 @@ def _check_index(
     if absent:
         raise ModelError(
             f"{directory / INDEX} does not fit its files: {len(absent)} of {len(listed)} tensors "
-            f"are not where it says, such as {absent[0]}, which is not in {listed[absent[0]]}"
+            f"{'is' if len(absent) == 1 else 'are'} not where it says, such as {absent[0]}, which "
+            f"is not in {listed[absent[0]]}"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvquant.errors import ExportError
 
 from .loader_rules import sglang_parameter, sglang_refuses
-from .refusals import architecture
+from .refusals import FP8_SCALES, architecture
 from .target import Contribution, ExportJob, ExportTarget
 from .targets import shared, target
 
@@ -66,9 +66,18 @@ def contribute(
             "directory of its own"
         )
     if not wanted:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ExportError(f"no engine can read this: {reasons}")
+        raise ExportError(f"no engine can read this: {_joined(refused)}")
     return wanted, refused
+
+
+def _joined(refused: Mapping[str, str]) -> str:
+    """Reasons of several engines; an advice that all give comes once, at the end."""
+    common = FP8_SCALES if all(FP8_SCALES in reason for reason in refused.values()) else ""
+    reasons = (
+        f"{name}: {reason.replace(common, '').strip()}" if common else f"{name}: {reason}"
+        for name, reason in refused.items()
+    )
+    return f"{'; '.join(reasons)} {common}".strip()
 
 
 def _stops_sglang(wanted: Mapping[str, Contribution], job: ExportJob) -> str:

@@ -24,6 +24,7 @@ from kvquant.errors import ExportError
 from .checkpoint import CONFIG, INDEX, Checkpoint
 from .shards import LinkMode, ShardPlan, place, plan_shards, write_trimmed
 from .target import Contribution
+from .verify_report import some
 
 __all__ = ["RECORD", "LinkMode", "Written", "check_output", "write_export"]
 
@@ -32,8 +33,11 @@ RECORD = "kvquant_export.json"
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 _COPIED_BELOW = ("additional_chat_templates/*.jinja",)
-_NOT_COPIED = (CONFIG, RECORD, "adapter_config.json", "trainer_state.json")
-"""Written anew, or of no use without files that do not come along."""
+_NOT_COPIED = (
+    *(CONFIG, RECORD, "adapter_config.json", "trainer_state.json"),
+    *("kv_cache_calib.json", "kv_cache_scales*.json", "kvquant_scales.json"),
+)
+"""Written anew, of no use without files that do not come along, or scales of another export."""
 
 _LARGE = 1 << 17
 """Bytes from which a file of the base is linked like weights: a tokenizer's vocabulary."""
@@ -67,6 +71,7 @@ def write_export(
     *,
     copy: bool = False,
     replaced: Mapping[str, Path] = MappingProxyType({}),
+    named: Path | None = None,
     record: Mapping[str, Any],
     notify: Callable[[str], None],
 ) -> Written:
@@ -79,6 +84,7 @@ def write_export(
         copy: Copy the base's weights instead of linking to them.
         replaced: For tensors of the base that get other values, the safetensors file with them. It
             holds no others, in the base's shapes and dtypes; it is linked or copied.
+        named: What errors call the output, where it gets another name later.
         record: JSON values for kvquant_export.json.
         notify: Told what takes long.
 
@@ -93,7 +99,7 @@ def write_export(
         small[plan.scales] = _serialized(contribution.tensors)
     needed = sum(map(len, small.values())) + plan.trimmed_nbytes()
     needed += plan.linked_nbytes() if copy else 0
-    with _staging(target, output, needed) as staging:
+    with _staging(target, named or output, needed) as staging:
         weights = _write_weights(plan, staging, copy=copy, notify=notify)
         large = _place_large_files(checkpoint, staging, set(small), copy=copy)
         for name, content in small.items():
@@ -169,11 +175,12 @@ def _write_weights(
     """Puts all weights but the scales into `staging`; says how the base's whole files got there."""
     if plan.linked:
         doing = "copying" if copy else "linking"
-        notify(f"{doing} {len(plan.linked)} weight files ({_size(plan.linked_nbytes())})")
+        files = some(len(plan.linked), "weight file")
+        notify(f"{doing} {files} ({_size(plan.linked_nbytes())})")
     modes = {place(path, staging / name, copy=copy) for name, path in plan.linked.items()}
     for name, file in plan.trimmed.items():
         gone = sum(key in plan.dropped for key in file.tensors)
-        notify(f"writing {name} without {gone} of its {len(file.tensors)} tensors")
+        notify(f"writing {name} without {gone} of its {some(len(file.tensors), 'tensor')}")
         write_trimmed(file, staging / name, plan.dropped, kvquant.__version__)
     for name, path in plan.added.items():
         place(Path(os.path.realpath(path)), staging / name, symbolic=False)
@@ -233,7 +240,7 @@ def _companions(base: Path) -> list[Path]:
         if path.is_file()
         and not path.name.startswith(".")
         and not path.name.endswith(".index.json")
-        and path.name not in _NOT_COPIED
+        and not any(map(path.match, _NOT_COPIED))
     ]
 
 
@@ -277,8 +284,8 @@ def _remarks(plan: ShardPlan, weights: LinkMode, base: Path) -> tuple[str, ...]:
         )
     if plan.trimmed:
         found.append(
-            f"{len(plan.trimmed)} weight files ({_size(plan.trimmed_nbytes())}) are written anew, "
-            f"without the tensors that the export replaces, because engines read whole files and "
-            f"a tensor must be in one of them only: {', '.join(plan.trimmed)}"
+            f"{some(len(plan.trimmed), 'weight file')} ({_size(plan.trimmed_nbytes())}) written "
+            f"anew without the tensors that the export replaces, because engines read whole files "
+            f"and a tensor must be in one of them only: {', '.join(plan.trimmed)}"
         )
     return tuple(found)

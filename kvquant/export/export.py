@@ -11,16 +11,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvquant import __version__
-from kvquant.errors import ExportError, FingerprintError, ModelError
+from kvquant.errors import ExportError
 from kvquant.geometry import CacheGeometry
 from kvquant.models.source import ModelSource
 from kvquant.storage import load_scales
 
+from .belonging import belonging, checked, forced_notes
 from .checkpoint import Checkpoint, attention_modules, read_checkpoint
 from .combine import ALL, asked, combined, contribute
 from .directory import Written, check_output, write_export
@@ -212,8 +213,7 @@ def _model(
     It is the base, or one with the adapters merged that is gone afterwards.
     """
     if not request.merge_adapter or request.output is None:
-        source = base if request.merge_adapter else replace(base, adapters=())
-        yield checkpoint, scales and checked(request, scales, source, notify)
+        yield checkpoint, scales and checked(request, scales, base, notify)
         return
     from .merged import scratch, write_merged
 
@@ -221,85 +221,11 @@ def _model(
 
     def check(served: Fingerprint) -> None:
         if scales is not None:
-            found.append(_belonging(request, scales, served, notify))
+            found.append(belonging(request, scales, served, notify))
 
     with scratch(request.output) as directory:
         write_merged(base, checkpoint, check, directory, notify)
         yield read_checkpoint(directory), next(iter(found), None)
-
-
-def checked(
-    request: ExportRequest,
-    scales: KVScales,
-    source: ModelSource,
-    notify: Callable[[str], None],
-) -> KVScales:
-    """The scales, if they are those of a model on disk; with a note if they are forced on it.
-
-    The model is loaded only if there is no other way to tell, and not at all if it does not matter.
-
-    Raises:
-        FingerprintError: They belong to another model or adapter set.
-        ModelError: The model cannot be loaded, and there is no other way to tell.
-    """
-    from kvquant.fingerprint import checkpoint_fingerprint, fingerprint
-    from kvquant.models.loading import load
-
-    found = None if source.adapters else checkpoint_fingerprint(Path(source.model))
-    if found is None and request.force:
-        return _forced(scales, f"whether the scales belong to {source} was not looked at", notify)
-    if found is None:
-        notify(f"loading {source} to see that the scales belong to it")
-        try:
-            found = fingerprint(load(source, device="cpu", notify=notify).model)
-        except ModelError as error:
-            raise ModelError(
-                f"{error}; without loading it nobody can tell whether the scales belong to it: "
-                "--force takes them unseen"
-            ) from error
-    return _belonging(request, scales, found, notify)
-
-
-def _belonging(
-    request: ExportRequest,
-    scales: KVScales,
-    served: Fingerprint,
-    notify: Callable[[str], None],
-) -> KVScales:
-    """The scales, if they are those of the model that will be served, or forced on it."""
-    apart = request.source.adapters and not (request.merge_adapter or request.sidecar)
-    known = scales.provenance.fingerprints
-    try:
-        scales.provenance.check(served)
-        covered = sum(len(each.adapters) > len(served.adapters) for each in known)
-        if apart and covered < len(request.source.adapters):
-            raise FingerprintError(
-                f"the scales belong to {scales.provenance.origin}, which covers {covered} of "
-                f"{len(request.source.adapters)} adapters"
-            )
-    except FingerprintError as error:
-        if request.force:
-            return _forced(scales, str(error), notify)
-        if not apart:
-            raise
-        raise FingerprintError(
-            f"{error}. Without --merge-adapter the base is served, with scales that are safe for "
-            "it and the adapters: kvquant calibrate --shared"
-        ) from error
-    return scales
-
-
-def _forced(scales: KVScales, why: str, notify: Callable[[str], None]) -> KVScales:
-    """The same scales, with a note that goes wherever they go."""
-    notify(f"forced: {why}")
-    notes = (*scales.provenance.notes, f"forced: {why}")
-    return replace(scales, provenance=replace(scales.provenance, notes=notes))
-
-
-def forced_notes(scales: KVScales | None) -> list[str]:
-    """What a reader has to know about scales that were forced on a model."""
-    notes = () if scales is None else scales.provenance.notes
-    return [note for note in notes if note.startswith("forced: ")]
 
 
 def _export(
@@ -381,12 +307,24 @@ def result(
 
 def _outcome(name: str, one: Contribution, written: Written | None) -> EngineOutcome:
     place = "MODEL" if written is None else str(written.directory)
-    launch = tuple(
-        line.format(model=place if "'{model}'" in line else shlex.quote(place))
-        for line in one.launch
-    )
+    launch = tuple(_launched(line, place) for line in one.launch)
     if written is None or name not in verifiable() or (not one.tensors and not one.files):
         return EngineOutcome(name, launch)
     report = verify(written.directory, name)
     found = sum(1 for layer in report.layers if layer.key is not None and layer.value is not None)
     return EngineOutcome(name, launch, found, report.findings)
+
+
+def _launched(line: str, place: str) -> str:
+    """A launch line with a directory in it, as a shell takes it.
+
+    A word of the line that is Python code has the directory in quotation marks.
+    """
+    if shlex.quote(place) == place:
+        return line.replace("{model}", place)
+    return shlex.join(
+        word.replace("'{model}'", repr(place))
+        if "'{model}'" in word
+        else word.replace("{model}", place)
+        for word in shlex.split(line)
+    )

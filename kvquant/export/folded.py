@@ -12,6 +12,7 @@ from kvquant.errors import ExportError
 from kvquant.geometry import CacheGeometry
 from kvquant.models.source import ModelSource
 
+from .belonging import forced_notes
 from .checkpoint import Checkpoint, attention_modules, read_checkpoint
 from .combine import ALL, combined, contribute
 from .target import Contribution, ExportTarget
@@ -77,7 +78,7 @@ def export_folded(
             directory cannot be written.
     """
     from .directory import check_output
-    from .export import forced_notes, result, write
+    from .export import result, write
     from .fold import check_foldable, choose, folded_scales
     from .fold_error import fold_report
     from .fold_observe import observe
@@ -122,6 +123,7 @@ def export_folded(
             scales,
             notify,
             output=directory / "export",
+            named=request.output,
             replaced=replaced,
         )
         notify("reading it back")
@@ -182,6 +184,8 @@ def _write_weights(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Pa
     """A file of folded weights; which tensor is in it."""
     from safetensors.torch import save_file
 
+    from .merged import readable
+
     if not tensors:
         return {}
     try:
@@ -190,6 +194,7 @@ def _write_weights(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Pa
             path,
             metadata={"format": "pt"},
         )
+        readable(path)
     except Exception as error:  # the library's own, without a number
         raise ExportError(f"cannot write the folded weights beside the output: {error}") from error
     return dict.fromkeys(tensors, path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,8 +84,19 @@ def write_merged(
         loaded.tokenizer.save_pretrained(directory)
         for path in (path for pattern in _KEPT for path in checkpoint.directory.glob(pattern)):
             shutil.copyfile(path, directory / path.name)
+        for path in directory.iterdir():
+            readable(path)
     except Exception as error:  # safetensors wraps a full disk in an exception of its own
         raise ExportError(f"cannot write the merged model beside the output: {error}") from error
+
+
+def readable(path: Path) -> None:
+    """Gives a file the permissions of any new file: safetensors keeps its files to their owner."""
+    fresh = path.with_name(f".kvquant-{secrets.token_hex(8)}")
+    fresh.touch(exist_ok=False)
+    mode = fresh.stat().st_mode
+    fresh.unlink()
+    path.chmod(stat.S_IMODE(mode))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from kvquant.errors import ExportError
 from kvquant.geometry import LayerKind
 
 from .loader_rules import is_kv_scale
+from .verify_report import some
 
 if TYPE_CHECKING:
     from kvquant.scheme import QuantScheme
@@ -58,10 +59,15 @@ def refuse_skipped_layers(job: ExportJob, engine: str) -> None:
     skipped = skipped_layers(job)
     if skipped:
         raise ExportError(
-            f"the scales leave layers {','.join(map(str, skipped))} exact, but {engine} quantizes "
+            f"the scales leave {_layers(skipped)} exact, but {engine} quantizes "
             "the cache of all layers or of none: kvquant solve STATS --output NAME, without "
             "--skip-layers"
         )
+
+
+def _layers(numbers: list[int]) -> str:
+    """``layer 3``, ``layers 0,3``."""
+    return f"layer{'s' if len(numbers) > 1 else ''} {','.join(map(str, numbers))}"
 
 
 def skipped_layers(job: ExportJob) -> list[int]:
@@ -135,6 +141,6 @@ def refuse_stale_scales(checkpoint: Checkpoint) -> None:
     stale = [name for name in checkpoint.tensors if is_kv_scale(name)]
     if stale:
         raise ExportError(
-            f"{checkpoint.directory} has KV scales already ({len(stale)} tensors, such as "
+            f"{checkpoint.directory} has KV scales already ({some(len(stale), 'tensor')}, such as "
             f"{min(stale)}): export the checkpoint that they were added to"
         )

@@ -95,7 +95,7 @@ def read_served(path: Path) -> ServedDirectory:
     for name in sorted(found.name for found in path.glob("*.safetensors")):
         try:
             files[name] = read_header(path / name)
-        except FileFormatError as error:
+        except (FileFormatError, RecursionError) as error:
             unreadable[name] = str(error)
     weight_map, metadata = (index or {}).get("weight_map"), (index or {}).get("metadata")
     if index is not None and not _is_weight_map(weight_map):
@@ -119,7 +119,7 @@ def _json(path: Path, unreadable: dict[str, str]) -> dict[str, Any] | None:
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         unreadable[path.name] = str(error)
         return None
     if not isinstance(values, dict):

@@ -13,6 +13,7 @@ from .rounding import LORA, tensor_scales, times
 from .sglang import INSTEAD, SERVE
 from .sglang_models import JSON_SCALES
 from .target import Contribution, ExportJob, Facts
+from .verify_report import some
 
 
 class SglangJson:
@@ -65,8 +66,8 @@ def _check_json(job: ExportJob) -> None:
     without = len(job.geometry.layers) - len(job.geometry.attention_layers)
     if without:
         raise ExportError(
-            f"{without} of {len(job.geometry.layers)} layers keep no tokens, but the JSON needs a "
-            "number for each: export with --engine sglang"
+            f"{without} of {len(job.geometry.layers)} layers keep{'s' * (without == 1)} no tokens, "
+            "but the JSON needs a number for each: export with --engine sglang"
         )
 
 
@@ -90,7 +91,10 @@ def _shared_remark(pairs: dict[int, tuple[float, float]]) -> str:
 
 
 def _json_remarks(job: ExportJob, file: str) -> Iterator[str]:
-    yield f"{file} is for {job.tensor_parallel} GPU(s) that share a layer, and for no other number"
+    yield (
+        f"{file} is for layers on {some(job.tensor_parallel, 'GPU')} each (--tp-size), and for no "
+        "other number"
+    )
     yield (
         "SGLang 0.5.23 does not use these numbers as it should (sgl-project/sglang#18818): "
         "FlashInfer divides by them and never multiplies back, FlashAttention 3 fails, only "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .verify_report import Finding, LayerVerdict, VerifyReport, ranges
+from .verify_report import Finding, LayerVerdict, VerifyReport, ranges, some
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,8 +69,9 @@ def show_export(result: ExportResult) -> None:
     if result.written is not None:
         written = result.written
         out.print(
-            f"{written.directory}: {len(written.files)} files, weights by {written.weights.value}, "
-            f"{written.new_bytes / 1e6:.2f} MB new, {len(result.tensors)} scale tensors",
+            f"{written.directory}: {some(len(written.files), 'file')}, weights by "
+            f"{written.weights.value}, {written.new_bytes / 1e6:.2f} MB new, "
+            f"{some(len(result.tensors), 'scale tensor')}",
             soft_wrap=True,
             markup=False,
         )
@@ -85,7 +87,7 @@ def show_export(result: ExportResult) -> None:
     if result.remarks:
         out.print("\nto know:")
     for remark in result.remarks:
-        out.print(f"  - {remark}", markup=False)
+        _item(out, "-", remark)
 
 
 def _heading(out: Console, name: str, refusal: str, ok: bool, layers: int | None) -> None:
@@ -95,16 +97,24 @@ def _heading(out: Console, name: str, refusal: str, ok: bool, layers: int | None
         out.print(f"\n{name}:", markup=False)
     else:
         verdict = "would load" if ok else "WOULD NOT serve as meant;"
-        count = f"scales of {layers} layers" if layers or not ok else "no scales, and uses none"
+        scales = f"scales of {some(layers, 'layer')}"
+        count = scales if layers or not ok else "no scales, and uses none"
         out.print(f"\n{name}: {verdict} {count}", markup=False)
 
 
 def _show_findings(out: Console, findings: tuple[Finding, ...]) -> None:
     for finding in findings:
         mark = "[red]✗[/red]" if finding.serious else "[dim]·[/dim]"
-        out.print(f"  {mark} ", end="")
-        fix = f"; {finding.fix}" if finding.fix else ""
-        out.print(f"{finding.what}{fix}", markup=False)
+        _item(out, mark, f"{finding.what}; {finding.fix}" if finding.fix else finding.what)
+
+
+def _item(out: Console, mark: str, text: str) -> None:
+    """One of a list, its further lines below the first; names and paths stay whole."""
+    lines = textwrap.wrap(
+        text, max(out.width - 4, 40), break_long_words=False, break_on_hyphens=False
+    )
+    out.print(f"  {mark} ", end="")
+    out.print("\n    ".join(lines), soft_wrap=True, markup=False)
 
 
 def _show_folded(out: Console, folded: Folded) -> None:
@@ -113,8 +123,9 @@ def _show_folded(out: Console, folded: Folded) -> None:
     from rich.table import Table
 
     out.print(
-        f"\nfolded for {folded.quantizer}: {folded.layers} layers, {folded.check.tensors} tensors "
-        f"exactly, logits differ by {folded.check.logits:.1e} at most"
+        f"\nfolded for {folded.quantizer}: {some(folded.layers, 'layer')}, "
+        f"{some(folded.check.tensors, 'tensor')} exactly, logits differ by "
+        f"{folded.check.logits:.1e} at most"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mean error under")
@@ -189,7 +200,8 @@ def _scale(scale: tuple[float, ...]) -> str:
 
 def _show_run(out: Console, run: RunReport) -> None:
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
-    out.print(f"\nrun with {versions}: {len(run.generated)} tokens generated", markup=False)
+    tokens = some(len(run.generated), "token")
+    out.print(f"\nrun with {versions}: {tokens} generated", markup=False)
     for change in run.changes:
         out.print(
             f"  {change.slot} of layer {change.layer} times {change.factor:.3g}: logits change by "

@@ -17,6 +17,7 @@ from kvquant.errors import ExportError
 from kvquant.scheme import format_names
 from kvquant.storage import write_atomically
 
+from .belonging import checked, forced_notes
 from .rounding import tensor_scales
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def export_sidecar(
         FingerprintError: Scales of another model or adapter set.
         InputError: The place cannot be written.
     """
-    from .export import ExportResult, checked, forced_notes, job_of
+    from .export import ExportResult, job_of
 
     if len(base.adapters) != 1:
         raise ExportError(

@@ -51,7 +51,8 @@ class Contribution:
         config: Keys of config.json that are set; keys of the base's config stay otherwise.
         files: Further files by name, complete.
         launch: Command lines that serve the export, one per way to serve it. They may say
-            ``{model}`` where the exported directory goes.
+            ``{model}`` where the exported directory goes; in quotation marks it is a string of
+            Python.
         remarks: What was reduced, rounded, left out or is ignored by the engine, and why; one
             sentence each.
     """

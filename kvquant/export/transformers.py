@@ -31,7 +31,7 @@ class Transformers:
         formats=("fp8_e4m3",),
         granularity="per tensor or per head",
         files="scales shard, index, config.json",
-        versions="5.16 and 5.17 with compressed-tensors 0.17.0 and 0.20.1, run; 5.18 to 5.24, read",
+        versions="5.17 to 5.24 with compressed-tensors 0.20.1, run",
         needs_weights=True,
         shares_directory=True,
     )
@@ -50,7 +50,7 @@ class Transformers:
             path = job.modules[index].path
             tensors |= compressed_tensors.scale_tensors(path, key, value, job.per_head)
         config = compressed_tensors.config(job.checkpoint, job.per_head)
-        return Contribution(tensors, config, launch=(_LAUNCH,), remarks=(*remarks, *_remarks()))
+        return Contribution(tensors, config, launch=(_LAUNCH,), remarks=(*remarks, *_remarks(job)))
 
 
 _LAUNCH = (
@@ -65,10 +65,10 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def _check_model(job: ExportJob) -> None:
-    """Refuses what Transformers 5.17 with compressed-tensors 0.20.1 did not load as meant.
+    """Refuses what Transformers 5.17 to 5.23 with compressed-tensors 0.20.1 did not load as meant.
 
     Raises:
-        ExportError: Attention that it does not find, heads of different sizes, or experts.
+        ExportError: Attention that it does not find, or heads of different sizes.
     """
     for index in job.scales.layers:
         module = job.modules[index]
@@ -86,16 +86,16 @@ def _check_model(job: ExportJob) -> None:
             f"layers have heads of {dims[0]} and {dims[-1]}: compressed-tensors takes one size "
             "from the config and stops. " + _OURS.format("fp8")
         )
+
+
+def _remarks(job: ExportJob) -> Iterator[str]:
     if job.checkpoint.quantization is None and any(map(_EXPERT.search, job.checkpoint.tensors)):
-        raise ExportError(
-            "Transformers stops at experts (MoE) in a checkpoint of compressed-tensors whose "
-            "weights are not quantized. " + _OURS.format("fp8")
+        yield (
+            "needs compressed-tensors and Transformers 5.22: 5.17 to 5.21 and 5.23 stop at experts "
+            "(MoE) stored one by one whose weights are not quantized"
         )
-
-
-def _remarks() -> Iterator[str]:
     yield (
-        "needs compressed-tensors and Transformers up to 5.22: 5.24 loads the model, but passes "
-        "the scales by without a word"
+        "needs compressed-tensors and Transformers up to 5.23, but not 5.21, which stops: 5.24 "
+        "loads the model, but passes the scales by without a word"
     )
     yield "the cache is rounded as FP8 would, and kept in the model's dtype: no memory is saved"

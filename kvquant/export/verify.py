@@ -91,13 +91,20 @@ def _check(served: ServedDirectory, engine: str) -> _Outcome:
     if engine in _IN_JSON:
         geometry, findings = served_geometry(served)
         layers, found = _IN_JSON[engine](served, geometry)
-        return layers, [*findings, *found]
+        return layers, [*_model_files(served, engine), *findings, *found]
     model, findings = served_model(served)
     if model is None:
         reading = _READINGS.get(engine, Reading.INDEXED)
         return [], [*file_findings(served, engine, reading), *findings]
     layers, found = _IN_WEIGHTS[engine](served, model)
     return layers, [*findings, *found]
+
+
+def _model_files(served: ServedDirectory, engine: str) -> list[Finding]:
+    """What is wrong with the model beside a file of scales, which may also lie alone."""
+    if not served.config and not served.unreadable and not served.names():
+        return []
+    return file_findings(served, engine, Reading.INDEXED)
 
 
 def _unknown(engine: str) -> str:

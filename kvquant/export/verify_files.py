@@ -66,7 +66,8 @@ def _index(served: ServedDirectory, engine: str, reading: Reading) -> list[Findi
 
 
 def _no_index(served: ServedDirectory, engine: str, reading: Reading) -> list[Finding]:
-    if INDEX in served.unreadable:
+    broken = any(name.endswith(".safetensors") for name in served.unreadable)
+    if INDEX in served.unreadable or (broken and not served.files):
         return []
     if not served.files:
         held = "its weights are in .bin files" if any(served.path.glob("*.bin")) else "no weights"

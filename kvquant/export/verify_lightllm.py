@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from kvquant.geometry import CacheGeometry, LayerKind
 
 from .served_files import CONFIG, ServedDirectory, is_number
-from .verify_report import Finding, LayerVerdict, spread
+from .verify_report import Finding, LayerVerdict, some, spread
 
 ENGINE = "LightLLM"
 FILE = "kv_cache_calib.json"
@@ -40,7 +41,7 @@ def check_lightllm(
     findings.append(
         Finding(
             f"launch with --llm_kv_type {_LAUNCH[kind]} --kv_quant_calibration_config_path "
-            f"{served.path / FILE}",
+            f"{shlex.quote(str(served.path / FILE))}",
             serious=False,
         )
     )
@@ -65,7 +66,7 @@ def _read(directory: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None, [Finding(f"there is no {FILE}", "export with --engine lightllm")]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return None, [Finding(f"{FILE} cannot be read: {error}", "export it again")]
     if not isinstance(values, dict):
         return None, [Finding(f"{FILE} holds no JSON object", "export it again")]
@@ -113,8 +114,8 @@ def _counts(
     if layers is not None and listed != len(layers):
         findings.append(
             Finding(
-                f"{FILE} has num_layers {listed!r}, but {len(layers)} layers of the model keep "
-                f"keys and values: {ENGINE} refuses it",
+                f"{FILE} has num_layers {listed!r}, but the model has {some(len(layers), 'layer')} "
+                f"with keys and values: {ENGINE} refuses it",
                 f'write "num_layers": {len(layers)}',
             )
         )
@@ -122,7 +123,7 @@ def _counts(
     if heads is not None and wanted != heads and values.get("quant_type") == _PER_HEAD:
         findings.append(
             Finding(
-                f"{FILE} has num_head {wanted!r}, but the model has {heads} KV heads",
+                f"{FILE} has num_head {wanted!r}, but the model has {some(heads, 'KV head')}",
                 f'write "num_head": {heads}',
             )
         )
@@ -157,7 +158,10 @@ def _rows(
     count = len(scales) if layers is None else len(layers)
     if len(scales) != count:
         findings.append(
-            Finding(f"{FILE} has {len(scales)} rows of scales for {count} layers", "export again")
+            Finding(
+                f"{FILE} has {some(len(scales), 'row')} of scales for {some(count, 'layer')}",
+                "export again",
+            )
         )
     numbers = dict(zip(layers or range(len(scales)), scales, strict=False))
     short = [i for i, row in numbers.items() if width is not None and len(row) != width]
@@ -166,7 +170,8 @@ def _rows(
         short,
         numbers,
         lambda layer, where: (
-            f"{where}: {FILE} has {len(numbers[layer])} scales, not {width} (keys, then values)",
+            f"{where}: {FILE} has {some(len(numbers[layer]), 'scale')}, not {width} (keys, then "
+            f"values)",
             "export again",
         ),
     )

@@ -231,7 +231,7 @@ def _judged(report: RunReport, model: Any, expected: VerifyReport) -> RunReport:
         findings = [_skipped(report)]
     else:
         findings = [
-            *_keys(report),
+            *_keys(report, expected),
             *_without_scales(report, layers),
             *_other_numbers(model, expected),
             *_unused(report),
@@ -250,21 +250,21 @@ def _skipped(report: RunReport) -> Finding:
     )
 
 
-def _keys(report: RunReport) -> list[Finding]:
-    findings = []
-    for names, what in (
-        (report.missing, "found no tensor for"),
-        (report.unexpected, "found no parameter for"),
-    ):
-        if names:
-            findings.append(
-                Finding(
-                    f"Transformers {what} {examples(names)}",
-                    "look at kvquant verify --engine transformers, and at what it warned of",
-                    serious=any(name.endswith(_SLOTS) for name in names) or names is report.missing,
-                )
-            )
-    return findings
+def _keys(report: RunReport, expected: VerifyReport) -> list[Finding]:
+    """Keys without a counterpart; scales by another engine's names are there on purpose."""
+    wanted = {name for verdict in expected.layers for name in (verdict.key, verdict.value)}
+    lost = [name for name in report.unexpected if name in wanted]
+    others = [name for name in report.unexpected if name not in wanted]
+    look = "look at kvquant verify --engine transformers, and at what it warned of"
+    return [
+        Finding(f"Transformers found no {what} for {examples(names)}", fix, serious=serious)
+        for names, what, fix, serious in (
+            (report.missing, "tensor", look, True),
+            (lost, "parameter", look, True),
+            (others, "parameter", "nothing, if they are for another engine", False),
+        )
+        if names
+    ]
 
 
 def _without_scales(report: RunReport, layers: set[int]) -> list[Finding]:

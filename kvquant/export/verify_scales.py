@@ -11,6 +11,8 @@ from .simulated_loader import Absent, Loaded, Stored
 from .verify_report import Finding, examples, ranges, some, spread
 
 _SLOTS = ("keys", "values")
+_SMALLEST = 2.0**-126
+"""Of numbers below, GPUs make zero."""
 
 
 def scale_findings(loaded: Loaded) -> list[Finding]:
@@ -205,7 +207,7 @@ def _fits(loaded: Loaded, layer: int, shape: tuple[int, ...]) -> bool:
 def _not_positive(loaded: Loaded) -> list[Finding]:
     return _each(
         loaded,
-        lambda layer, stored: not all(math.isfinite(n) and n > 0 for n in stored.numbers or ()),
+        lambda layer, stored: not all(_SMALLEST <= n < math.inf for n in stored.numbers or ()),
         lambda layer, stored: (
             f"{stored.name} holds {shown(stored.numbers)}: {loaded.loader.engine} "
             f"{loaded.loader.not_positive}",

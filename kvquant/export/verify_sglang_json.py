@@ -13,7 +13,7 @@ from kvquant.geometry import CacheGeometry
 from . import verify_config as config
 from .served_files import CONFIG, ServedDirectory, is_number
 from .sglang_models import JSON_SCALES
-from .verify_report import Finding, LayerVerdict, ranges, spread
+from .verify_report import Finding, LayerVerdict, ranges, some, spread
 
 ENGINE = "SGLang"
 _DTYPE = "float8_e4m3fn"
@@ -46,7 +46,7 @@ def _scales_of(path: Path) -> dict[str, Any] | None:
     """The object in a file that is meant for SGLang; None for any other JSON."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) and "kv_cache" in values else None
 
@@ -146,7 +146,7 @@ def _layers(name: str, rank: int, scales: Mapping[int, Any], layers: range) -> l
         findings.append(
             Finding(
                 f"{name} has scales of layers {ranges(odd)} in rank {rank}, but the model has "
-                f"{len(layers)} layers: {_THEN}",
+                f"{some(len(layers), 'layer')}: {_THEN}",
                 "export from this model",
             )
         )

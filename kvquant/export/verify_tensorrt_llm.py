@@ -38,7 +38,8 @@ def check_tensorrt_llm(
         return model.not_loaded(), findings
     files = served.read_by(Reading.NOT_CONSOLIDATED)
     launch = Finding(
-        f"launch with --kv_cache_dtype {algorithm.lower()}, and TRTLLM_LOAD_KV_SCALES not set to 0",
+        f"launch it as it is, or with --kv_cache_dtype {algorithm.lower()}, and "
+        f"TRTLLM_LOAD_KV_SCALES not set to 0",
         serious=False,
     )
     if not nvfp4:

@@ -38,7 +38,7 @@ def check_transformers(
         Finding(
             "use transformers 5.22 with compressed-tensors 0.20: 5.24 skips the scheme of the "
             "cache without a word, 5.21 does not load it, and of 5.17 to 5.23 only 5.22 takes "
-            "experts beside an empty config_groups",
+            "experts stored one by one beside an empty config_groups",
             "kvquant verify --run shows whether the scales are used",
             serious=False,
         )

@@ -12,6 +12,7 @@ from . import compressed_tensors, modelopt
 from .refusals import is_latent, refuse_bases, same_kv_heads, skipped_layers
 from .rounding import LORA, tensor_scales
 from .target import Contribution, ExportJob, Facts
+from .verify_report import some
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +134,9 @@ def _remarks(job: ExportJob, per_head: bool) -> Iterator[str]:
     sliding = [i for i in job.scales.layers if job.geometry.layers[i].kind is LayerKind.SLIDING]
     if sliding and len(sliding) < len(job.scales.layers):
         yield (
-            f"{len(sliding)} layers look back over a window only, where quantization costs more "
-            "and saves less: --kv-cache-dtype-skip-layers sliding_window keeps them exact"
+            f"{some(len(sliding), 'sliding-window layer')} among the others: there "
+            "quantization costs more and saves less; --kv-cache-dtype-skip-layers sliding_window "
+            "keeps them exact"
         )
     yield LORA
 

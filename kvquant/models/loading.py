@@ -248,7 +248,9 @@ def _read_weights(
     """The model, and the names of the weights that its checkpoint lacks."""
     options = {**_local(source), **placement}
     with contextlib.ExitStack() as stack:
-        if source.gguf_file is not None:
+        if source.gguf_file is None:
+            options |= _without_cache_scheme(source)
+        else:
             from transformers import GgufConfig
 
             # Packed weights would bring their own matmul and attention kernels.
@@ -272,6 +274,27 @@ def _read_weights(
             f"{list(held)}, the config makes it {list(configured)}; is that the right config.json?"
         )
     return model, set(info["missing_keys"])
+
+
+def _without_cache_scheme(source: ModelSource) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that keep an export's cache as the model makes it.
+
+    compressed-tensors rounds what is cached where a checkpoint declares a quantized cache, as
+    exports do: statistics would be those of rounded values. Quantized weights stay so.
+    """
+    from transformers import AutoConfig
+
+    block = read_config(source).get("quantization_config")
+    if not isinstance(block, dict) or not isinstance(block.get("kv_cache_scheme"), dict):
+        return {}
+    if block.get("quant_method") != "compressed-tensors":
+        return {}
+    config = AutoConfig.from_pretrained(source.model, **_local(source))
+    if block.get("config_groups"):
+        config.quantization_config = {**block, "kv_cache_scheme": None}
+    else:
+        vars(config).pop("quantization_config", None)
+    return {"config": config}
 
 
 def _check_weights(model: Any, missing: Iterable[str], source: ModelSource) -> None:

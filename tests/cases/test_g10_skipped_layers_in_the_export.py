@@ -81,6 +81,6 @@ def test_the_export_lists_exactly_those(
 def test_an_engine_that_cannot_leave_layers_out_says_so(
     exported: Callable[..., Any], tmp_path: Path, engine: str
 ) -> None:
-    with pytest.raises(ExportError, match="the scales leave layers 2 exact, but "):
+    with pytest.raises(ExportError, match="the scales leave layer 2 exact, but "):
         exported({2}, engine)
     assert not (tmp_path / "out").exists()

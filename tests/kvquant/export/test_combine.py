@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant.errors import ExportError
@@ -84,7 +84,7 @@ def test_or_is_left_out_with_its_reason(make_job: Callable[..., ExportJob]) -> N
     assert list(wanted) == ["vllm"]
     assert list(refused) == ["sglang", "tgi", "transformers"]
     assert refused["tgi"] == (
-        "the scales leave layers 1 exact, but TGI quantizes the cache of all layers or of none: "
+        "the scales leave layer 1 exact, but TGI quantizes the cache of all layers or of none: "
         "kvquant solve STATS --output NAME, without --skip-layers"
     )
 
@@ -98,6 +98,8 @@ def test_but_not_all_of_them(make_job: Callable[..., ExportJob]) -> None:
     assert "; sglang: the scales are for keys as int8" in message
     assert "; tgi: " in message and "; transformers: " in message
     assert "\n" not in message
+    advice = "For FP8 scales: kvquant solve STATS --format fp8 --output NAME"
+    assert message.endswith(advice) and message.count(advice) == 1
 
 
 # Names at which SGLang stops
@@ -201,6 +203,7 @@ def test_heads_for_one_and_layers_for_another_do_not_fit(
         combined(wanted)
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.integers(0, 2)), max_size=4))
 def test_all_of_it_or_an_error(configs: list[dict[str, int]]) -> None:
     wanted = {str(place): Contribution(config=config) for place, config in enumerate(configs)}

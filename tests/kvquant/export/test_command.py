@@ -115,7 +115,7 @@ def test_the_whole_way(inside: Path, models: Path) -> None:
     before = digests(models)
     done = process("export -m llama -s llama-kv --engine all -o out")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == ["linking 1 weight files (363.9 kB)"]
+    assert done.stderr.splitlines() == ["linking 1 weight file (363.9 kB)"]
     lines = done.stdout.splitlines()
     assert lines[0].startswith("out: 8 files, weights by hard link, 0.0")
     assert "vllm: would load scales of 2 layers" in lines
@@ -333,7 +333,7 @@ LLAMA = ["-m", "llama", "-s", "llama-kv"]
         (["-m", "gpt2", "-s", "llama-kv", "-e", "vllm", *OUT], "the scales belong to "),
         (["-m", "llama", "-s", "lora-kv", "-e", "vllm", *OUT], "adapters differ"),
         (["-m", "lora", "-s", "lora-kv", "-e", "vllm", *OUT], "Without --merge-adapter the base"),
-        (["-m", "lora", "-s", "llama-kv", "-e", "vllm", *OUT], "which covers 0 of 1 adapters"),
+        (["-m", "lora", "-s", "llama-kv", "-e", "vllm", *OUT], "which covers 0 of 1 adapter"),
         ([*LLAMA, "--merge-adapter", "-e", "vllm", *OUT], "llama has no adapter to merge"),
         ([*LLAMA, "-a", "gpt2", "-e", "vllm", *OUT], "gpt2 is no PEFT adapter"),
         ([*LLAMA, "--base", "gpt2", "-e", "vllm", *OUT], "--base goes with an adapter directory"),

@@ -249,6 +249,18 @@ def test_what_comes_along_and_what_does_not(base: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "kvquant_export.json").read_text()) == {"what": "a test"}
 
 
+def test_scales_of_another_export_stay_there(base: Path, tmp_path: Path) -> None:
+    """A file of calibrated scales beside the base is of whatever was exported there."""
+    for name in ("kv_cache_calib.json", "kv_cache_scales_tp2.json", "kvquant_scales.json"):
+        (base / name).write_text("{}")
+    new = Contribution(files={"kv_cache_scales_tp2.json": b"[]"})
+    written = export(base, tmp_path / "out", new)
+    assert [name for name in written.files if "scales" in name or "calib" in name] == [
+        "kv_cache_scales_tp2.json"
+    ]
+    assert (tmp_path / "out" / "kv_cache_scales_tp2.json").read_bytes() == b"[]"
+
+
 def test_new_bytes_are_all_but_the_links(either: Path, tmp_path: Path) -> None:
     linked = export(either, tmp_path / "linked")
     size = {name: (tmp_path / "linked" / name).stat().st_size for name in linked.files}
@@ -528,7 +540,7 @@ def test_names_where_a_single_file_is_trimmed(base: Path, tmp_path: Path) -> Non
     )
     assert said == [f"writing {names[0]} without 1 of its 21 tensors"]
     assert written.remarks == (
-        "1 weight files (353.5 kB) are written anew, without the tensors that the export replaces, "
+        "1 weight file (353.5 kB) written anew without the tensors that the export replaces, "
         f"because engines read whole files and a tensor must be in one of them only: {names[0]}",
     )
 

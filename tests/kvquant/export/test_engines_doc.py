@@ -19,6 +19,7 @@ COMMANDS = re.findall(
 OPTIONS = {
     "--scales",
     "--model",
+    "--adapter",
     "--engine",
     "--output",
     "--per-head",

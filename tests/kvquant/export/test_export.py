@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import shlex
@@ -145,7 +146,7 @@ def test_the_record(run: Callable[..., ExportResult], place: Place, tmp_path: Pa
     said: list[str] = []
     result = run("base", "base", "vllm", "sglang", output=tmp_path / "out", said=said)
 
-    assert said == ["linking 1 weight files (363.9 kB)"], "nothing is loaded"
+    assert said == ["linking 1 weight file (363.9 kB)"], "nothing is loaded"
     tensors = {
         name: load_file(tmp_path / "out" / "model-00002-of-00002.safetensors")[name].tolist()
         for name in result.tensors
@@ -200,21 +201,32 @@ def test_the_result(run: Callable[..., ExportResult], tmp_path: Path) -> None:
     assert len(set(result.remarks)) == len(result.remarks)
 
 
+@pytest.mark.parametrize("name", ["plain", "my model; rm", 'it\'s "$HOME" `id` \\ {0} {model}'])
 def test_a_name_that_a_shell_would_take_apart(
-    run: Callable[..., ExportResult], tmp_path: Path
+    run: Callable[..., ExportResult], tmp_path: Path, name: str
 ) -> None:
-    output = tmp_path / "my model; rm"
+    output = tmp_path / name
     for engine, option in (
         ("vllm", "serve"),
         ("sglang", "--model-path"),
+        ("sglang-json", "--model-path"),
         ("lightllm", "--model_dir"),
         ("tgi", "--model-id"),
+        ("tensorrt-llm", "trtllm-serve"),
     ):
         (line,) = run("base", "base", engine, output=output / engine).engines[0].launch
         words = shlex.split(line)
         assert words[words.index(option) + 1] == str(output / engine)
+        beside = [word for word in words if word.endswith(".json")]
+        assert all(Path(word).is_file() for word in beside)
+        assert len(beside) == (engine in ("lightllm", "sglang-json"))
     (line,) = run("base", "base", "transformers", output=output / "t").engines[0].launch
-    assert shlex.split(line)[-1].endswith(f"from_pretrained('{output / 't'}')")
+    python, option, code = shlex.split(line)
+    assert (python, option) == ("python", "-c")
+    before, path = code.split("Auto.from_pretrained(")
+    assert before.endswith("model = ")
+    assert ast.literal_eval(path.removesuffix(")")) == str(output / "t")
+    compile(code, "launch", "exec")
 
 
 def test_layers_that_stay_exact(
@@ -355,7 +367,7 @@ def test_scales_of_a_base_for_its_adapter(
         run(model, "base", "vllm", output=tmp_path / "out", adapters=adapters)
     base = place.scales["base"].provenance.fingerprints[0]
     assert str(refused.value) == (
-        f"the scales belong to {base}, which covers 0 of 1 adapters" + SHARED
+        f"the scales belong to {base}, which covers 0 of 1 adapter" + SHARED
     )
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FingerprintError, match=r"adapters differ; calibrate this model$"):
@@ -376,6 +388,53 @@ def test_shared_scales_serve_a_base_with_its_adapter(
     assert_serves(tmp_path / "out", place.scales["shared"])
     record = json.loads((tmp_path / "out" / "kvquant_export.json").read_text())
     assert len(record["scales"]["provenance"]["fingerprints"]) == 2
+
+
+def test_shared_scales_cover_the_adapters_that_are_named(
+    run: Callable[..., ExportResult], place: Place, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    assert run("base", "shared", "vllm", output=tmp_path / "a", adapters=("lora",), said=said).ok
+    assert said[0] == f"loading {place.root / 'base'} to see that the scales belong to it"
+    lora2 = place.scales["lora2"].provenance.fingerprints[0]
+    origin = place.scales["shared"].provenance.origin
+    with pytest.raises(FingerprintError) as refused:
+        run("base", "shared", "vllm", output=tmp_path / "b", adapters=("lora2",))
+    assert str(refused.value) == (
+        f"the scales belong to {origin}, which does not cover the adapter {place.root / 'lora2'}: "
+        f"{lora2}" + SHARED
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_adapters_that_were_measured_together_are_not_covered_apart(
+    run: Callable[..., ExportResult], place: Place, tmp_path: Path
+) -> None:
+    """A server runs one of them per request."""
+    adapters = [str(place.root / name) for name in ("lora", "lora2")]
+    both = resolve(str(place.root / "base"), adapters=adapters)
+    sum_of_both = calibrated(load(both, device="cpu", notify=quiet).model)
+    known = place.scales["base"].union(sum_of_both).union(place.scales["lora"])
+    save_scales(known, tmp_path / "sum.safetensors")
+    with pytest.raises(FingerprintError, match=r"which does not cover the adapter .*lora2: "):
+        run(
+            "base",
+            str(tmp_path / "sum"),
+            "vllm",
+            output=tmp_path / "out",
+            adapters=("lora", "lora2"),
+        )
+
+
+def test_adapters_are_not_looked_at_if_they_do_not_matter(
+    run: Callable[..., ExportResult], place: Place, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    asked = {"output": tmp_path / "out", "adapters": ("lora2",), "force": True, "said": said}
+    result = run("base", "shared", "vllm", **asked)
+    note = "forced: which adapters the scales are of was not looked at"
+    assert result.remarks[0] == said[0] == note
+    assert not any(line.startswith("loading") for line in said)
 
 
 def test_shared_scales_cover_as_many_adapters_as_are_named(

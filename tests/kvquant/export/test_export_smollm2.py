@@ -110,7 +110,7 @@ def test_the_base(
     assert result.ok and result.written is not None
     assert result.written.weights in (LinkMode.HARD, LinkMode.SYMBOLIC)
     assert result.written.new_bytes < 1_000_000
-    assert len(said) == 1 and said[0].startswith("linking 1 weight files (53")
+    assert len(said) == 1 and said[0].startswith("linking 1 weight file (53")
     found = stored(output)
     assert_meant(found, scales["base"][1])
     report = verify(output, "vllm")

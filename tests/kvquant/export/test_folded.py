@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import resource
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +136,19 @@ def test_for_an_engine_that_computes_scales(
     assert record["engines"] == ["vllm"]
     assert record["launch"] == ["vllm serve {model} --kv-cache-dtype int4_per_token_head"]
     assert any("LoRA adapters of this model do not fit" in line for line in result.remarks)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_whoever_may_read_new_files_may_read_the_weights(
+    root: Path, tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        folded(root, tmp_path / "out", "int4", "lmdeploy")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(modes, mode)
 
 
 def test_an_outlier_among_the_key_channels(root: Path, tmp_path: Path) -> None:
@@ -326,6 +342,30 @@ def test_an_interrupt_leaves_nothing(root: Path, tmp_path: Path, moment: str) ->
         export(request, interrupted)
     assert list(tmp_path.iterdir()) == []
     assert digests(root / "base") == before
+
+
+def test_a_disk_that_is_full(root: Path, tmp_path: Path) -> None:
+    """Room for the folded tensors, not for the rest of their file: errors name what was asked."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def notify(message: str) -> None:
+        if message.startswith("writing"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+
+    request = ExportRequest(
+        resolve(str(root / "base")),
+        engines=("vllm",),
+        output=tmp_path / "out",
+        fold="int8",
+        data=str(root / "text.txt"),
+    )
+    try:
+        with pytest.raises(ExportError) as failed:
+            export(request, notify)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(failed.value).startswith(f"cannot write {tmp_path / 'out'}: File too large (")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_output_behind_a_link(root: Path, tmp_path: Path) -> None:

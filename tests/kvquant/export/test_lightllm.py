@@ -66,7 +66,7 @@ def test_any_base_will_do(make_job: Callable[..., Any]) -> None:
         ({"value_format": "int4"}, "--model_dir MODEL --llm_kv_type int4kv"),
         ({"key_format": "fp8_e5m2"}, "no fp8_e5m2 cache"),
         ({"layers": [LATENT]}, "--llm_kv_type fp8kv_dsa"),
-        ({"layers": [FULL, FULL]}, "leave layers 1 exact"),
+        ({"layers": [FULL, FULL]}, "leave layer 1 exact"),
         ({"config": {"architectures": []}}, "has no architectures"),
         ({"per_head": True}, "keys are calibrated per-tensor"),
     ],

@@ -97,7 +97,7 @@ def test_what_blocks_do_divide_or_need_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layers": [FULL, FULL]}, "leave layers 1 exact, but llama.cpp"),
+        ({"layers": [FULL, FULL]}, "leave layer 1 exact, but llama.cpp"),
         ({"layers": [LATENT]}, "llama.cpp is not known to store it"),
     ],
 )

@@ -53,5 +53,5 @@ def test_presets_that_it_does_not_have(name: str, value: str, dim: int, said: st
 
 
 def test_skipped_layers_are_refused(make_job: Callable[..., Any]) -> None:
-    with pytest.raises(ExportError, match="leave layers 1 exact, but LMDeploy"):
+    with pytest.raises(ExportError, match="leave layer 1 exact, but LMDeploy"):
         LmDeploy().contribute(make_job({0: (1.0, 1.0)}, layers=[FULL, FULL]))

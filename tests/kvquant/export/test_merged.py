@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import resource
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,21 @@ def test_the_merged_weights(lora: Callable[[str], ModelSource], tmp_path: Path, 
     assert [(each.weights, each.adapters) for each in seen] == [(live.weights, live.adapters)]
     assert len(live.adapters) == 1
     assert checkpoint_fingerprint(tmp_path) == live
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_whoever_may_read_new_files_may_read_the_weights(
+    lora: Callable[[str], ModelSource], tmp_path: Path, umask: int, mode: int
+) -> None:
+    source = lora("float32")
+    before = os.umask(umask)
+    try:
+        write_merged(source, read_checkpoint(Path(source.model)), accept, tmp_path, quiet)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(modes, mode)
+    assert "model.safetensors" in modes
 
 
 def test_several_adapters(

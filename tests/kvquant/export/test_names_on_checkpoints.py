@@ -35,7 +35,7 @@ NAMES: dict[str, tuple[str, str, str | None, list[int]]] = {
     "gemma3_text": (SELF, SELF, SELF, [0, 1, 2, 3, 4, 5]),
     "gemma3n_text": (SELF, SELF, SELF, [0, 1, 2, 3]),
     "deepseek": (f"{SELF}.k_proj", f"{SELF}.k_proj", None, [0, 1]),
-    "qwen3_next": (SELF, f"{SELF}.k_proj", None, [3]),
+    "qwen3_next": (SELF, f"{SELF}.k_proj", SELF, [3]),
     "lfm2": (SELF, f"{SELF}.attn", SELF, [1, 3]),
 }
 

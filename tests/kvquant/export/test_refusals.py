@@ -71,7 +71,7 @@ def test_scales_from_before(make_job: Callable[..., Any], name: str) -> None:
     job = make_job({0: (1.0, 1.0)}, tensors=names)
     with pytest.raises(ExportError, match="has KV scales already"):
         refuse_stale_scales(job.checkpoint)
-    with pytest.raises(ExportError, match=f"1 tensors, such as {name}"):
+    with pytest.raises(ExportError, match=f"1 tensor, such as {name}"):
         refuse_bases(job.checkpoint, "X", ())
 
 

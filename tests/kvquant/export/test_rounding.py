@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant.errors import ExportError
@@ -16,6 +16,7 @@ LARGEST = 3.3895313892515355e38
 LATENT = LayerGeometry(LayerKind.LATENT, 1, 16, 4)
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=2.0**-149, max_value=LARGEST, width=32))
 def test_the_next_bfloat16_and_no_other(number: float) -> None:
     scale = torch.tensor([number])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -48,6 +48,7 @@ def test_what_cannot_be_scales_is_not_read(tmp_path: Path, tensor: torch.Tensor)
     assert numbers(read_header(_save(tmp_path / "a.safetensors", s=tensor)), "s") is None
 
 
+@settings(deadline=None)
 @given(st.floats(2**-100, 2**100, width=32), st.sampled_from(["bfloat16", "float16", "float32"]))
 def test_rounding_is_that_of_torch(number: float, dtype: str) -> None:
     wanted = torch.tensor(number).to(getattr(torch, dtype)).item()

@@ -153,7 +153,7 @@ def test_per_head_becomes_per_layer(
 
 
 def test_skipped_layers_are_refused(make_job: Callable[..., Any]) -> None:
-    with pytest.raises(ExportError, match="leave layers 0 exact, but SGLang"):
+    with pytest.raises(ExportError, match="leave layer 0 exact, but SGLang"):
         Sglang().contribute(make_job({1: (1.0, 1.0)}, layers=[FULL, FULL]))
 
 

@@ -42,7 +42,7 @@ def test_each_rank_has_the_same_numbers(make_job: Callable[..., Any]) -> None:
     assert made.launch == (
         f"{SERVE} --quantization-param-path {{model}}/kv_cache_scales_tp2.json --tp-size 2",
     )
-    assert any("for 2 GPU(s)" in remark for remark in made.remarks)
+    assert any("for layers on 2 GPUs each" in remark for remark in made.remarks)
 
 
 def test_the_layer_that_pays_most_for_one_number_is_told(make_job: Callable[..., Any]) -> None:
@@ -61,8 +61,8 @@ def test_the_layer_that_pays_most_for_one_number_is_told(make_job: Callable[...,
         ({"tensor_parallel": 0}, "--tensor-parallel is at least 1, not 0"),
         ({"quantization": {"quant_method": "fp8"}}, "quantized with fp8: there SGLang fails"),
         ({"tensors": ["model.layers.0.self_attn.k_scale"]}, "has KV scales already"),
-        ({"layers": [FULL, LINEAR]}, "1 of 2 layers keep no tokens"),
-        ({"layers": [FULL, FULL]}, "leave layers 1 exact"),
+        ({"layers": [FULL, LINEAR]}, "1 of 2 layers keeps no tokens"),
+        ({"layers": [FULL, FULL]}, "leave layer 1 exact"),
         ({"value_format": "int8"}, "It has no int8 cache at all"),
     ],
 )

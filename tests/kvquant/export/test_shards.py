@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -37,6 +37,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
+@settings(deadline=None)
 @given(
     kinds=st.lists(
         st.tuples(st.text(min_size=1, max_size=9), st.integers(0, 5), st.integers(0, 4)),

@@ -99,7 +99,7 @@ def test_other_bases(make_job: Callable[..., Any], method: str) -> None:
     ("changes", "said"),
     [
         ({"key_format": "int8"}, "Its caches are fp8 and nvfp4"),
-        ({"layers": [FULL, FULL]}, "leave layers 1 exact"),
+        ({"layers": [FULL, FULL]}, "leave layer 1 exact"),
         ({"tensors": ["model.layers.0.self_attn.k_proj.k_scale"]}, "has KV scales already"),
     ],
 )

@@ -37,7 +37,7 @@ def test_what_is_written_beside_any_weights(
         ({"key_format": "int8"}, "no int8 cache"),
         ({"value_format": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"layers": [LATENT]}, "TGI is not known to load scales"),
-        ({"layers": [FULL, FULL]}, "leave layers 1 exact"),
+        ({"layers": [FULL, FULL]}, "leave layer 1 exact"),
         ({"tensors": ["model.layers.0.self_attn.kv_scale"]}, "has KV scales already"),
     ],
 )

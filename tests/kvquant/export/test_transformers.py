@@ -10,6 +10,7 @@ from kvquant.export.transformers import Transformers
 from kvquant.export.vllm import Vllm
 from kvquant.geometry import LayerGeometry, LayerKind
 
+CT = "compressed-tensors"
 FULL = LayerGeometry(LayerKind.FULL, 2, 16, 16)
 LATENT = LayerGeometry(LayerKind.LATENT, 1, 16, 4)
 
@@ -36,12 +37,11 @@ def test_names_are_those_of_the_modules(make_job: Callable[..., Any]) -> None:
     [
         ({"key_format": "int8"}, "own cache runs int8 there: QuantizedCache.from_model"),
         ({"layers": [LATENT]}, "Transformers is not known to load scales"),
-        ({"layers": [FULL, FULL]}, "leave layers 1 exact"),
+        ({"layers": [FULL, FULL]}, "leave layer 1 exact"),
         ({"quantization": {"quant_method": "fp8"}}, "only beside weights in compressed-tensors"),
         ({"quantization": {"quant_method": "gptq"}}, "quantized with gptq: Transformers"),
         ({"tensors": ["model.layers.0.self_attn.k_scale"]}, "has KV scales already"),
         ({"projections": ["c_attn"]}, "model.layers.0.self_attn has none"),
-        ({"tensors": ["model.layers.0.mlp.experts.7.up_proj.weight"]}, "Transformers stops at exp"),
     ],
 )
 def test_refused(make_job: Callable[..., Any], changes: dict[str, Any], said: str) -> None:
@@ -62,10 +62,19 @@ def test_heads_of_different_sizes(make_job: Callable[..., Any]) -> None:
         Transformers().contribute(make_job({0: (1.0, 1.0), 1: (1.0, 1.0)}, layers=layers))
 
 
-def test_experts_beside_quantized_weights(make_job: Callable[..., Any]) -> None:
-    job = make_job(
-        {0: (1.0, 1.0)},
-        quantization={"quant_method": "compressed-tensors"},
-        tensors=["model.layers.0.mlp.experts.7.up_proj.weight"],
-    )
-    assert len(Transformers().contribute(job).tensors) == 2
+@pytest.mark.parametrize(
+    ("tensor", "quantization", "only"),
+    [
+        ("model.layers.0.mlp.experts.7.up_proj.weight", None, True),
+        ("model.layers.0.mlp.experts.7.up_proj.weight", {"quant_method": CT}, False),
+        ("model.layers.0.mlp.experts.gate_up_proj", None, False),
+    ],
+)
+def test_experts_need_one_version(
+    make_job: Callable[..., Any], tensor: str, quantization: dict[str, str] | None, only: bool
+) -> None:
+    job = make_job({0: (1.0, 1.0)}, quantization=quantization, tensors=[tensor])
+    made = Transformers().contribute(job)
+    assert len(made.tensors) == 2
+    named = [remark for remark in made.remarks if "5.17 to 5.21 and 5.23 stop at experts" in remark]
+    assert len(named) == only

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvquant.export.verify import verify
 
@@ -50,6 +53,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         (tmp_path / "kv_cache_calib.json").write_text(json.dumps(values))
         if config is not None:
             (tmp_path / "config.json").write_text(json.dumps(config))
+            weights = {"model.norm.weight": np.ones(1, np.float32)}
+            save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         return tmp_path
 
     return build
@@ -89,9 +94,9 @@ QUERIES = PER_HEAD["q_calibration"]
         (_change(qmin=-127.0), r"qmin -127.0, not -448.0", None),
         (_change(qmax=240.0), r"qmax 240.0, not 448.0", None),
         (_change(quant_type="per_channel"), "quant_type 'per_channel'", None),
-        (_change(num_layers=3), "num_layers 3, but 2 layers", None),
+        (_change(num_layers=3), "num_layers 3, but the model has 2 layers", None),
         (_change(num_head=4), "num_head 4, but the model has 2 KV heads", None),
-        (_change(scales=ROWS[:1]), "1 rows of scales for 2 layers", None),
+        (_change(scales=ROWS[:1]), "1 row of scales for 2 layers", None),
         (_change(scales=[ROWS[0], ROWS[1][:2]]), "layer 1: .* has 2 scales, not 4", 1),
         (_change(scales=[[0.0, 1, 1, 1], ROWS[1]]), "layer 0: .* not all of them finite", 0),
         (_change(scales=[ROWS[0], [float("nan"), 1, 1, 1]]), "layer 1: .*nan", 1),
@@ -159,3 +164,24 @@ def test_no_file_and_no_json(tmp_path: Path) -> None:
     (tmp_path / "kv_cache_calib.json").write_text("{")
     (found,) = [f for f in verify(tmp_path, "lightllm").findings if f.serious]
     assert found.what.startswith("kv_cache_calib.json cannot be read")
+
+
+def test_the_model_beside_it_is_looked_at(write: Callable[..., Path]) -> None:
+    path = write(PER_TENSOR)
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(weights[:-2])
+    (found,) = [f for f in verify(path, "lightllm").findings if f.serious]
+    assert found.what.startswith("model.safetensors cannot be read")
+    (path / "model.safetensors").unlink()
+    (found,) = [f for f in verify(path, "lightllm").findings if f.serious]
+    assert found.what == "there is no safetensors file here (no weights)"
+    (path / "model.safetensors").write_bytes(weights)
+    (path / "config.json").write_text("{")
+    (found,) = [f for f in verify(path, "lightllm").findings if f.serious]
+    assert found.what.startswith("config.json cannot be read")
+
+
+def test_a_launch_line_is_quoted(write: Callable[..., Path], tmp_path: Path) -> None:
+    directory = write(PER_TENSOR).rename(tmp_path.with_name("it's mine"))
+    (said,) = [f.what for f in verify(directory, "lightllm").findings if "launch with" in f.what]
+    assert shlex.split(said)[-1] == str(directory / "kv_cache_calib.json")

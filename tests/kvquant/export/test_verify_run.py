@@ -17,7 +17,16 @@ import torch
 from safetensors.torch import save_file
 
 from kvquant.errors import ExportError, ModelError
+from kvquant.export.export import ExportRequest
+from kvquant.export.export import export as write_export
 from kvquant.export.verify_run import run
+from kvquant.fingerprint import fingerprint
+from kvquant.geometry import CacheGeometry
+from kvquant.models.source import resolve
+from kvquant.provenance import Provenance
+from kvquant.scales import KVScales, LayerScales, TensorScales
+from kvquant.scheme import Granularity, QuantScheme, TensorScheme, tensor_format
+from kvquant.storage import save_scales
 from kvquant.tensor_files import read_header
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
@@ -105,6 +114,32 @@ def test_scales_are_loaded_and_used(
         (0, "v_scale"),
     ]
     assert all(0 < change.logits < 100 * report.spread for change in report.changes)
+
+
+@loads
+@pytest.mark.parametrize("family", ["qwen2", "lfm2", "falcon_h1"])
+def test_names_for_another_engine_do_no_harm(
+    tiny: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
+    """SGLang's classes want ``attn.k_scale``, for which Transformers has no parameter."""
+    model = tiny(family)
+    model.save_pretrained(tmp_path / "base")
+    geometry = CacheGeometry.from_config(model.config)
+    slot = TensorScheme(tensor_format("fp8"), Granularity.PER_TENSOR)
+    scale = TensorScales(torch.tensor([[0.01]]))
+    layers = dict.fromkeys(geometry.attention_layers, LayerScales(scale, scale))
+    known = Provenance(fingerprints=(fingerprint(model),))
+    scales, output = str(tmp_path / "scales.safetensors"), tmp_path / "export"
+    save_scales(KVScales(geometry, QuantScheme(slot, slot), layers, known), Path(scales))
+    request = ExportRequest(resolve(str(tmp_path / "base")), scales, ("all",), output)
+    write_export(request, lambda message: None)
+    report = run(output)
+    assert report.ok, report.findings
+    path = f"model.layers.{geometry.attention_layers[0]}.self_attn.attn"
+    assert {f"{path}.k_scale", f"{path}.v_scale"} <= set(report.unexpected)
+    (found,) = report.findings
+    assert found.what.startswith(f"Transformers found no parameter for {path}.k_scale, ")
+    assert (found.fix, found.serious) == ("nothing, if they are for another engine", False)
 
 
 @loads

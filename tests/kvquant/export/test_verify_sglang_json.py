@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvquant.export.verify import verify
 
@@ -34,6 +36,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         (tmp_path / name).write_text(json.dumps(values))
         if config is not None:
             (tmp_path / "config.json").write_text(json.dumps(config))
+            weights = {"model.norm.weight": np.ones(1, np.float32)}
+            save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         return tmp_path
 
     return build
@@ -120,3 +124,15 @@ def test_each_file_is_checked(write: Callable[..., Path]) -> None:
     report = verify(write(_file({"0": {"0": 0.5}}), name="tp2.json"), "sglang-json")
     (found,) = [finding for finding in report.findings if finding.serious]
     assert "tp2.json" in found.what
+
+
+def test_the_model_beside_it_is_looked_at(write: Callable[..., Path]) -> None:
+    path = write(_file({"0": SCALES}))
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(weights[:-2])
+    (found,) = [f for f in verify(path, "sglang-json").findings if f.serious]
+    assert found.what.startswith("model.safetensors cannot be read")
+    (path / "model.safetensors").write_bytes(weights)
+    (path / "config.json").unlink()
+    (found,) = [f for f in verify(path, "sglang-json").findings if f.serious]
+    assert found.what == "there is no config.json"

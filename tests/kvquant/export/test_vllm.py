@@ -238,6 +238,6 @@ def test_what_depends_on_the_geometry(make_job: Callable[..., Any]) -> None:
     odd = LayerGeometry(LayerKind.FULL, 2, 24, 16)
     assert "head size 24 is no multiple of 16" in remarks(odd)
     assert "no multiple" not in remarks(FULL)
-    assert "1 layers look back over a window only" in remarks(FULL, SLIDING)
+    assert "1 sliding-window layer among the others" in remarks(FULL, SLIDING)
     assert "window" not in remarks(FULL)
     assert "window" not in remarks(SLIDING), "then nothing would be quantized"

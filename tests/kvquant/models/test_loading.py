@@ -438,3 +438,66 @@ def test_smollm2_without_its_wheel(wheel):
             resolve("smollm2")
     else:
         assert resolve("smollm2").gguf_file.startswith("SmolLM2")
+
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+INT8 = {**SCHEME, "type": "int", "strategy": "channel"}
+
+
+def _as_export(path, tensors, **block):
+    """Adds scales to a saved model, and the block in config.json that declares them."""
+    from safetensors.torch import load_file, save_file
+
+    file, config = Path(path, "model.safetensors"), Path(path, "config.json")
+    scales = {
+        f"model.layers.{layer}.self_attn.{slot}_scale": torch.tensor([0.5])
+        for layer in range(2)
+        for slot in "kv"
+    }
+    save_file({**load_file(file), **tensors, **scales}, file, metadata={"format": "pt"})
+    values = json.loads(config.read_text())
+    values["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "ignore": [],
+        "kv_cache_scheme": SCHEME,
+        **block,
+    }
+    config.write_text(json.dumps(values))
+
+
+def test_the_cache_of_an_export_is_the_models_own(saved, tiny, logits):
+    """compressed-tensors rounds what is cached, and its hooks nest too deep for a recorder."""
+    from calib.collect import collect
+    from kvquant.geometry import CacheGeometry
+
+    path = saved()
+    _as_export(path, {}, format="dense", config_groups={})
+    loaded = _load(path)
+    assert not any(hasattr(module, "k_scale") for module in loaded.model.modules())
+    assert torch.equal(logits(loaded.model), logits(tiny("llama")))
+    ids, geometry = (
+        torch.arange(3, 35).numpy(),
+        CacheGeometry.from_config(tiny("llama").config),
+    )
+    found, own = (collect(model, [ids], geometry) for model in (loaded.model, tiny("llama")))
+    assert torch.equal(found.layers[0].key.maximum, own.layers[0].key.maximum)
+
+
+def test_quantized_weights_of_an_export_stay_so(saved, tiny, logits):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    path, tensors = saved(), {}
+    model = tiny("llama")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            scale = module.weight.detach().abs().amax(1, keepdim=True) / 127
+            codes = (module.weight.detach() / scale).round()
+            tensors |= {f"{name}.weight": codes.to(torch.int8), f"{name}.weight_scale": scale}
+            module.weight.data = codes * scale
+    group = {"targets": ["Linear"], "weights": INT8, "format": "int-quantized"}
+    _as_export(
+        path, tensors, format="int-quantized", config_groups={"group_0": group}, ignore=["lm_head"]
+    )
+    loaded = _load(path)
+    assert not any(hasattr(module, "k_scale") for module in loaded.model.modules())
+    assert torch.allclose(logits(loaded.model), logits(model), atol=1e-5)
