@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,22 @@ from .weight_samples import Sample, checkpoint_samples, model_samples, sample
 
 LINEAGE_KEY = "kvquant_lineage"
 """Config entry of a merged model: what it was merged from."""
+
+_TOLD_OTHERWISE = frozenset(
+    (
+        # by an adapter's tensors, their names, or the layers' scaling
+        *("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora"),
+        *("target_modules", "target_parameters", "exclude_modules", "modules_to_save"),
+        *("layers_to_transform", "layers_pattern", "trainable_token_indices", "bias", "lora_bias"),
+        # by the base's tensors
+        *("layer_replication", "fan_in_fan_out", "ensure_weight_tying", "megatron_config"),
+        # only matters to training, or to where things are
+        *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config"),
+        *("lora_ga_config", "runtime_config", "megatron_core", "inference_mode", "task_type"),
+        *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+    )
+)
+"""Settings of adapters that need not be looked at to tell one from another."""
 
 
 @dataclass(frozen=True)
@@ -200,13 +216,25 @@ def _shown(value: Any) -> str:
 
 
 def _base_model(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model
 
 
 def _active_adapters(model: Any) -> list[str]:
     """Hash of each adapter that takes part in the forward pass right now."""
     if not hasattr(model, "peft_config"):
         return []
+    name = getattr(model, "active_adapter", None)
+    if isinstance(name, str) and model.peft_config[name].is_prompt_learning:
+        # Beside the base, which may have adapters itself.
+        own = [] if model._adapters_disabled else [_adapter_hash(model, name, {})]
+        return sorted([*own, *_active_adapters(model.get_base_model())])
+    return _injected_adapters(model)
+
+
+def _injected_adapters(model: Any) -> list[str]:
+    """Hash of each adapter that takes part by layers in the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = {
@@ -226,7 +254,7 @@ def _active_adapters(model: Any) -> list[str]:
 
 
 def _adapter_hash(model: Any, name: str, layers: dict[str, Any]) -> str:
-    """Hash of an adapter's kind, scaling and weights, whatever it is called.
+    """Hash of an adapter's kind, scaling, settings and weights, whatever it is called.
 
     Values count as bfloat16: on a base in 16 bits, PEFT rounds some of an adapter's tensors.
     """
@@ -240,8 +268,30 @@ def _adapter_hash(model: Any, name: str, layers: dict[str, Any]) -> str:
         for path, layer in sorted(layers.items())
         if isinstance(getattr(layer, "scaling", None), dict) and name in layer.scaling
     ]
-    kind = str(model.peft_config[name].peft_type.value)
-    return _hash_samples(samples, [kind, *scaling])
+    config = model.peft_config[name]
+    settings = _adapter_settings(config)
+    kind = str(config.peft_type.value)
+    return _hash_samples(samples, [kind, *scaling, *([settings] if settings else [])])
+
+
+def _adapter_settings(config: Any) -> dict[str, Any]:
+    """What else changes an adapter's computation: settings that are not PEFT's defaults.
+
+    Such as a seed, where random numbers that it draws are not among its tensors.
+    """
+    found = {}
+    for field in fields(config):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(config, field.name)
+        if field.name not in _TOLD_OTHERWISE and value != default:
+            found[field.name] = value
+    settings: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, default=_plain))
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """JSON of what is none."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
 def _hash_samples(samples: Iterable[Sample], settings: Iterable[Any] = ()) -> str:

@@ -176,7 +176,8 @@ def _identity(embeddings: Any) -> Any:
 def _match(plain: torch.Tensor, turned: torch.Tensor, embeddings: Any) -> RotaryLayout | None:
     """The layout that turns `plain` into `turned`, if they differ and there is one."""
     # A few tokens of the first row tell enough; all but the first, since position 0 is not turned.
-    some = torch.linspace(1, plain.shape[2] - 1, _TOKENS, device=plain.device).long()
+    last, device = plain.shape[2] - 1, plain.device
+    some = torch.linspace(1, last, _TOKENS, dtype=torch.float32, device=device).long()
     plain, turned = (states[:1, :, some].float() for states in (plain, turned))
     embeddings = tuple(table[:, some.to(table.device)] for table in cosine_and_sine(embeddings))
     tolerance = 2e-2 * float(plain.abs().amax())

@@ -182,6 +182,8 @@ class TensorScheme:
             raise SchemeError(f"calibrated scales are kept in fp32, not {self.scale_format}")
         if (self.group_size is not None) != (granularity is Granularity.PER_GROUP):
             raise SchemeError("a group size goes with per-group, and only with it")
+        if not isinstance(self.group_size, int | None):
+            raise SchemeError(f"a group size is a number of tokens, not {self.group_size!r}")
         if self.group_size is not None and (self.group_size < 1 or self.format.is_float):
             raise SchemeError(
                 f"per-group takes an integer format and a group size of at least 1, not {name} "
@@ -292,14 +294,20 @@ class QuantScheme:
     def __post_init__(self) -> None:
         """Refuses what cannot exist."""
         named = [*self.skip_layers, *(index for index, _ in self.layers)]
+        wrong = [layer for layer in named if not isinstance(layer, int)]
+        if wrong:
+            raise SchemeError(f"layers are named by their numbers, not {wrong[0]!r}")
         if any(layer < 0 for layer in named):
             raise SchemeError(f"layers are counted from 0, not {min(named)}")
         twice = [layer for layer in named if named.count(layer) > 1]
         if twice:
             raise SchemeError(f"layer {twice[0]} is named twice: one scheme a layer, or skip it")
         for name in ("sink_tokens", "residual_length"):
-            if getattr(self, name) < 0:
-                raise SchemeError(f"{name} must be at least 0, not {getattr(self, name)}")
+            tokens = getattr(self, name)
+            if not isinstance(tokens, int):
+                raise SchemeError(f"{name} is a number of tokens, not {tokens!r}")
+            if tokens < 0:
+                raise SchemeError(f"{name} must be at least 0, not {tokens}")
         if any(own.layers or own.skip_layers for _, own in self.layers):
             raise SchemeError("the scheme of one layer cannot name layers of its own")
 

@@ -87,7 +87,7 @@ def _positions(numel: int) -> torch.Tensor:
     import torch
 
     count = min(SAMPLES_PER_TENSOR, numel)
-    return torch.arange(count) * (numel - 1) // max(count - 1, 1)
+    return torch.arange(count, device="cpu") * (numel - 1) // max(count - 1, 1)
 
 
 def _samples_in_memory(base: Any) -> Iterator[Sample]:

@@ -195,9 +195,10 @@ def build_layers(
     """One layer for each that Transformers would make; those that keep no tokens are its own.
 
     Raises:
-        SchemeError: A kind of layer that cannot be quantized.
+        SchemeError: A kind of layer that cannot be quantized, or cross-attention.
         NotObservedError: A static scheme without scales.
     """
+    _refuse_cross_attention(plan.decoder.config)
     plan.check_scales()
     sources = {layer.shared_from for layer in plan.geometry.layers}
     layers: list[Any] = DynamicCache(config=plan.decoder.config).layers
@@ -221,6 +222,21 @@ def build_layers(
             **own,
         )
     return layers
+
+
+def _refuse_cross_attention(config: Any) -> None:
+    """Attention to what an encoder made, of images or another text, caches tokens of its own.
+
+    Raises:
+        SchemeError: The decoder has such attention.
+    """
+    types = getattr(config, "layer_types", None) or ()
+    listed = getattr(config, "cross_attention_layers", None)
+    if listed or "cross_attention" in types or getattr(config, "add_cross_attention", False):
+        raise SchemeError(
+            f"{config.model_type} has cross-attention, which caches keys and values of an encoder: "
+            "such a cache cannot be quantized"
+        )
 
 
 def _backend_chooser(

@@ -52,7 +52,8 @@ def choose_scheme(
 
     Raises:
         InputError: Nothing was asked for, or changes of something that is not a preset.
-        SchemeError: A layer that the model does not have, or a format for values where it has none.
+        SchemeError: A layer that the model does not have, a format for values where it has none,
+            or no scheme at all.
     """
     count = len(geometry.layers)
     changed = {name: value for name, value in changes.items() if value is not None}
@@ -65,14 +66,20 @@ def choose_scheme(
         chosen = _calibrated(preset(scheme, **changed), scales)
     elif changed:
         raise InputError(f"{', '.join(changed)} change a preset: give its name as scheme")
-    elif scheme is not None:
+    elif isinstance(scheme, QuantScheme):
         chosen = scheme
+    elif scheme is not None:
+        raise SchemeError(f"scheme must be a preset's name or a QuantScheme, not {scheme!r}")
     elif scales is not None:
         chosen = scales.scheme
     else:
         raise InputError("give a scheme, such as scheme='int8', or scales=… of kvquant calibrate")
     own = {}
     for index, layer in layers.items():
+        if not isinstance(index, int):
+            raise SchemeError(f"layers are named by their numbers, not {index!r}")
+        if not isinstance(layer, str | QuantScheme):
+            raise SchemeError(f"layer {index}: give a preset's name or a scheme, not {layer!r}")
         if not -count <= index < count:
             raise SchemeError(f"no layer {index}: the model has layers 0 to {count - 1}")
         named = preset(layer) if isinstance(layer, str) else layer

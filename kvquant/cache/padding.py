@@ -52,7 +52,8 @@ def read_mask(
     and neither do kernels look.
 
     Args:
-        mask: As `real_tokens` takes it.
+        mask: As `real_tokens` takes it; or one ``[batch, 1, count, slots]`` (PaliGemma makes such)
+            whose last query sees exactly the real tokens.
         batch: Rows of the call.
         count: Tokens of the call.
         ledger: What is cached.
@@ -64,10 +65,15 @@ def read_mask(
     Raises:
         InputError: A mask that does not say so, or contradicts what is cached.
     """
+    made = mask if isinstance(mask, torch.Tensor) and mask.dim() == 4 else None
+    if made is not None:
+        mask = _seen(made)[:, 0, -1].expand(batch, -1)
     real = real_tokens(mask, batch, ledger.slots, count)
     on_device = real is not None and real.device.type != "cpu"
     if on_device and count == 1 and ledger.slots and all(group.tokens for group in ledger.groups):
         return None
+    if made is not None and real is not None:
+        _check_last_query(made, real)
     # Another number of rows is refused in a moment; masks that a model made tell nothing of what is
     # cached.
     if batch == ledger.batch and isinstance(mask, torch.Tensor):
@@ -157,8 +163,27 @@ def _of_made_masks(masks: Mapping[str, Any], batch: int, count: int) -> torch.Te
         raise _unreadable(mask)
     if mask.dim() == 2:  # of flash attention
         return mask[:, -count:].bool()
-    seen = mask[:, 0, :, -count:].diagonal(dim1=1, dim2=2).expand(batch, count)
-    return seen if seen.dtype == torch.bool else seen == 0
+    return _seen(mask[:, 0, :, -count:].diagonal(dim1=1, dim2=2).expand(batch, count))
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor:
+    """What a mask lets see: it holds booleans, or numbers that are added to scores."""
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def _check_last_query(made: torch.Tensor, real: torch.Tensor) -> None:
+    """Makes sure that a call's last query sees something, and of the call what sees itself.
+
+    Raises:
+        InputError: It does not, as where there is a window, or several texts in a row: that does
+            not tell which tokens are real.
+    """
+    seen, count = _seen(made[:, 0]), real.shape[1]
+    if seen.shape[1] == count and bool(seen[:, -1].any(1).all()):
+        themselves = seen[:, :, -count:].diagonal(dim1=1, dim2=2)
+        if bool((themselves == real).all()):
+            return
+    raise _unreadable(made)
 
 
 def _unreadable(mask: Any) -> InputError:

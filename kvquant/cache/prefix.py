@@ -1,8 +1,8 @@
 """A quantized prefix on disk: a system prompt or a long document, read by the model only once.
 
-Keys and values of a prefix are right for the model, the adapters, the tokenizer and the chat
-template that they were made with, and silently wrong for any other. So the file notes all of them,
-and loading compares.
+Keys and values of a prefix are right for the model, its config, the adapters, the tokenizer and the
+chat template that they were made with, and silently wrong for any other. So the file notes all of
+them, and loading compares.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvquant.errors import FingerprintError, InputError
@@ -43,6 +44,24 @@ KIND = "prefix"
 _SCALES = "scales."
 _OF_THE_FILE = ("version", "kind", "sha256")
 
+_CHANGES_NOTHING = frozenset(
+    (
+        # names of the model and its parts; `dtype` is looked at apart
+        *("_name_or_path", "name_or_path", "architectures", "auto_map", "kvquant_lineage", "dtype"),
+        # what is returned, and what happens after the last layer
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
+        *("output_router_logits", "num_logits_to_keep", "problem_type", "num_labels"),
+        *("id2label", "label2id", "tie_word_embeddings"),
+        # training, and how work is split
+        *("router_aux_loss_coef", "pretraining_tp", "chunk_size_feed_forward"),
+        # what `generate` needs
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    )
+)
+"""Settings of a config that change no keys or values. Any other counts, known or not."""
+_CHANGES_NOTHING_EITHER = ("dropout", "pdrop", "initializer", "_version", "attn_implementation")
+"""Parts of names of such settings."""
+
 
 def save_prefix(cache: QuantizedCache, path: Path | str, model: Any, tokenizer: Any) -> None:
     """Writes what `cache` holds; `QuantizedCache.save` has the details.
@@ -62,7 +81,8 @@ def save_prefix(cache: QuantizedCache, path: Path | str, model: Any, tokenizer: 
     header = {
         "fingerprint": fingerprint(model, tokenizer).to_dict(),
         "geometry": cache.geometry.to_dict(),
-        "rope": _rope(decoder),
+        "config": _settings(decoder),
+        "transformers": transformers.__version__,
         "dtype": _dtype(model),
         "scheme": cache.scheme.to_dict(),
         "codecs_sha256": _codecs_sha256(cache),
@@ -87,27 +107,27 @@ def load_prefix(
 
     Raises:
         FileFormatError: Not such a file, or a damaged one.
-        FingerprintError: A prefix of another model, adapter set, tokenizer, chat template, or
-            quantized with other scales.
+        FingerprintError: A prefix of another model, config, adapter set, tokenizer, chat template,
+            or quantized with other scales.
     """
+    check_model(model)
     file = find(path, SUFFIX)
     tensors, header = read(file, KIND)
+    decoder = base_model(model).get_decoder()
     with parsing(file):
         _check_intact(tensors, header)
         saved = Fingerprint.from_dict(header["fingerprint"])
         geometry = CacheGeometry.from_dict(header["geometry"])
         scheme = QuantScheme.from_dict(header["scheme"])
         own = _own_scales(tensors, header)
+        other_settings = _other_settings(header, decoder)
     served = fingerprint(model, tokenizer)
-    decoder = base_model(model).get_decoder()
-    other_settings = []
-    if header["rope"] != _rope(decoder):
-        other_settings.append("rotary settings")
-    if geometry != CacheGeometry.from_config(model.config):
-        other_settings.append("cache geometry")
+    is_other_shape = geometry != CacheGeometry.from_config(model.config)
+    if is_other_shape:
+        other_settings = ["cache geometry"]
     refusal = _refusal(file, saved, served, other_settings)
     # Codes do not fit into layers of another shape.
-    if refusal and (not force or "cache geometry" in other_settings):
+    if refusal and (not force or is_other_shape):
         raise FingerprintError(refusal)
     if scales is None:
         # What they were calibrated on was looked at when the prefix was made.
@@ -248,9 +268,31 @@ def _warn_of_what_is_not_known(
         )
 
 
-def _rope(decoder: Any) -> str:
-    """Rotary settings, which the weights do not tell: the same weights are served with several."""
-    return json.dumps(getattr(decoder.config, "rope_parameters", None), sort_keys=True)
+def _settings(decoder: Any) -> dict[str, Any]:
+    """What the config says of how keys and values are computed, which the weights do not tell."""
+    settings = json.loads(json.dumps(decoder.config.to_dict(), default=str))
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in _CHANGES_NOTHING
+        and not any(part in name for part in _CHANGES_NOTHING_EITHER)
+    }
+
+
+def _other_settings(header: Mapping[str, Any], decoder: Any) -> list[str]:
+    """Settings that are others than when the prefix was read, with both values; at most four."""
+    saved, served = header["config"], _settings(decoder)
+    names = saved.keys() | served.keys()
+    if header["transformers"] != transformers.__version__:
+        names = saved.keys() & served.keys()  # the rest are new ones, with what was done before
+    other = [name for name in sorted(names) if saved.get(name) != served.get(name)]
+    shown = [f"{it} ({_short(saved.get(it))}, here {_short(served.get(it))})" for it in other]
+    return shown if len(shown) <= 4 else [*shown[:3], f"{len(shown) - 3} other settings"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def _dtype(model: Any) -> str:

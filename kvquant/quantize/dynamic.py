@@ -12,7 +12,8 @@ Asymmetric, over ``levels = 2^bits - 1`` steps::
 
 `up` and `nearest` round to the format that scales are kept in. Codes are computed with what is
 kept, and scales are rounded up, so that both ends stay in range. A scale of 0 says that all values
-are the middle (or 0), and they are read back as exactly that.
+are the middle (or 0), and they are read back as exactly that. A scale of NaN says that one of them
+was NaN or infinite: all are read back as NaN.
 
 All arithmetic is float32, in this order; nothing depends on how many tokens there are.
 """
@@ -70,18 +71,16 @@ def round_up(values: torch.Tensor, scale_format: str) -> torch.Tensor:
     """The smallest number of `scale_format` that is no less; fp16 saturates at 65504.
 
     Args:
-        values: float32, not negative.
+        values: float32, not negative, or NaN, which stays NaN.
         scale_format: ``bf16``, ``fp16`` or ``fp32``.
     """
-    if scale_format == "bf16":
-        bits = (values.view(torch.int32) + 0xFFFF) >> 16
-        return bits.to(torch.int16).view(torch.bfloat16)
+    if scale_format == "fp32":
+        return values
     if scale_format == "fp16":
         values = values.clamp(max=_FP16_MAX)
-        nearest = values.to(torch.float16)
-        next_one = (nearest.view(torch.int16) + 1).view(torch.float16)
-        return torch.where(nearest.float() < values, next_one, nearest)
-    return values
+    nearest = values.to(SCALE_DTYPES[scale_format])
+    next_one = (nearest.view(torch.int16) + 1).view(nearest.dtype)
+    return torch.where(nearest.float() < values, next_one, nearest)
 
 
 def round_nearest(values: torch.Tensor, scale_format: str) -> torch.Tensor:
@@ -91,30 +90,41 @@ def round_nearest(values: torch.Tensor, scale_format: str) -> torch.Tensor:
     return values.to(SCALE_DTYPES[scale_format])
 
 
+def whole(steps: torch.Tensor, lowest: float, highest: float) -> torch.Tensor:
+    """Codes of an integer format, still as floats; the lowest one for NaN, which has none."""
+    return steps.round().clamp(lowest, highest).nan_to_num(nan=lowest)
+
+
 def _symmetric(
     values: torch.Tensor, scheme: TensorScheme, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = scheme.format
-    amax = values.abs().amax(axis, keepdim=True)
+    amax = _finite(values.abs().amax(axis, keepdim=True))
     scale = round_up(amax / _constant(form.qmax, values), scheme.scale_format)
     scaled = values / _divisor(scale)
     if form.is_float:
         return scaled.clamp(form.qmin, form.qmax).to(FP8[form.name]), scale
-    return scaled.round().clamp(form.qmin, form.qmax).to(torch.int8), scale
+    return whole(scaled, form.qmin, form.qmax).to(torch.int8), scale
 
 
 def _asymmetric(
     values: torch.Tensor, scheme: TensorScheme, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     center = scheme.levels / 2
-    low, high = values.amin(axis, keepdim=True), values.amax(axis, keepdim=True)
+    low = _finite(values.amin(axis, keepdim=True))
+    high = _finite(values.amax(axis, keepdim=True))
     # Halved first, so that the sum stays finite; plus 0, so that the sign of a zero is one and the
     # same whichever of several zeros was taken for the extreme.
     middle = round_nearest(low * 0.5 + high * 0.5 + 0.0, scheme.scale_format)
     reach = torch.maximum(high - middle.float(), middle.float() - low)
     scale = round_up(reach / _constant(center, values), scheme.scale_format)
     steps = (values - middle.float()) / _divisor(scale) + center
-    return steps.round().clamp(0, scheme.levels).to(torch.uint8), scale, middle
+    return whole(steps, 0, scheme.levels).to(torch.uint8), scale, middle
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """`values`, but NaN in place of infinities."""
+    return values + (values - values)
 
 
 def _divisor(scale: torch.Tensor) -> torch.Tensor:

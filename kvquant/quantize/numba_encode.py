@@ -60,11 +60,13 @@ from .numba_panel import (
 )
 from .numba_vectors import (
     LANES,
+    fma,
     highest,
     inline,
     lowest,
     maximum,
     minimum,
+    nan_if_any,
     nearest,
     plain,
     splat,
@@ -105,10 +107,7 @@ def _encode_tokens(job: Any, work: int, batch: int, head: int, first: int, last:
         _subtract_mean(job, work, head)
     if job.rotated:
         panel = _rotate(job, work)
-    low = high = load_vector(panel)
-    for channel in range(1, job.dim):
-        entry = load_vector(panel + VECTOR_BYTES * channel)
-        low, high = minimum(low, entry), maximum(high, entry)
+    low, high = _extremes(panel, job.dim)
     scale_bits, middle_bits = _range(job, low, high)
     count = smaller(LANES, last + 1 - first)
     scales = job.scale + batch * job.scale_batch + head * job.scale_head
@@ -198,22 +197,37 @@ def _rotate(job: Any, work: int) -> Any:
 
 
 @inline
+def _extremes(panel: int, dim: int) -> Any:
+    """Smallest and largest number of each of eight tokens; the latter NaN if one of them is."""
+    low = high = load_vector(panel)
+    nan = splat(0.0)
+    for channel in range(dim, -(-dim // LANES) * LANES):
+        store_vector(panel + VECTOR_BYTES * channel, low)
+    for channel in range(0, dim, LANES):
+        square = load_square(panel + VECTOR_BYTES * channel, VECTOR_BYTES)
+        low, high = minimum(low, lowest(square)), maximum(high, highest(square))
+        nan = nan + nan_if_any(square)
+    return low, high + nan
+
+
+@inline
 def _range(job: Any, low: Any, high: Any) -> Any:
-    """Bits of scale and middle; those of 0 for the middle if symmetric."""
+    """Bits of scale and middle; those of 0 for the middle if symmetric. NaN if `high` is."""
     kind, steps = job.ranges_kind, splat(job.steps)
     zero = splat(0.0)
+    high = high + ((high - high) + (low - low))  # NaN if one of them is infinite
     if job.symmetric:
-        return narrow_up(maximum(high, zero - low) / steps, kind), to_bits(zero)
+        return narrow_up(maximum(zero - low, high) / steps, kind), to_bits(zero)
     bits = narrow(low * splat(0.5) + high * splat(0.5) + zero, kind)
     middle = widen(bits, kind)
-    return narrow_up(maximum(high - middle, middle - low) / steps, kind), bits
+    return narrow_up(maximum(middle - low, high - middle) / steps, kind), bits
 
 
 @inline
 def _divisor(job: Any, scale_bits: Any) -> Any:
     """Scales, with 1 in place of 0."""
     scale = widen(scale_bits, job.ranges_kind)
-    return where_less(splat(0.0), scale, scale, splat(1.0))
+    return where_less(splat(0.0), scale, scale, splat(1.0) + scale)
 
 
 @inline
@@ -232,8 +246,9 @@ def _widen_range(job: Any, work: int, panel: int, is_first: bool) -> None:
         states = load_square(panel + offset, VECTOR_BYTES)
         low = high = states
         if not is_first:
-            low = minimum(load_square(lows + offset, VECTOR_BYTES), states)
-            high = maximum(load_square(highs + offset, VECTOR_BYTES), states)
+            low = minimum(states, load_square(lows + offset, VECTOR_BYTES))
+            high = maximum(states, load_square(highs + offset, VECTOR_BYTES))
+        high = fma(states, splat(0.0), high)  # NaN from then on
         store_square(lows + offset, VECTOR_BYTES, low)
         store_square(highs + offset, VECTOR_BYTES, high)
 
@@ -248,7 +263,8 @@ def _write_ranges(job: Any, work: int, batch: int, head: int, unit: int) -> None
     for channel in range(0, job.dim, LANES):
         offset, count = VECTOR_BYTES * channel, smaller(LANES, job.dim - channel)
         low = lowest(transpose(load_square(section(job, work, LOW) + offset, VECTOR_BYTES)))
-        high = highest(transpose(load_square(section(job, work, HIGH) + offset, VECTOR_BYTES)))
+        highs = transpose(load_square(section(job, work, HIGH) + offset, VECTOR_BYTES))
+        high = highest(highs) + nan_if_any(highs)
         scale_bits, middle_bits = _range(job, low, high)
         _write(work, scale_bits, count, kind, scales + size * channel)
         if not job.symmetric:
@@ -270,8 +286,8 @@ def _codes(job: Any, states: Any, middle: Any, divisor: Any, zero: Any) -> Any:
     if job.coding == INTEGER:
         whole = nearest(steps + zero)
         return to_int(minimum(maximum(whole, lowest_code), highest_code)) + job.offset
-    # Without the zero: adding it to -0 would give 0.
-    return to_fp8(minimum(maximum(steps, lowest_code), highest_code), job.coding)
+    # Without the zero: adding it to -0 would give 0. NaN has a code, unlike for integers.
+    return to_fp8(minimum(highest_code, maximum(lowest_code, steps)), job.coding)
 
 
 @plain

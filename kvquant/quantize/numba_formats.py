@@ -53,23 +53,30 @@ def widen(bits: Any, kind: int) -> Any:
 
 @inline
 def narrow(numbers: Any, kind: int) -> Any:
-    """Bits of eight float32, rounded to nearest, halves to even; fp16 saturates at ±65504."""
+    """Bits of eight float32, rounded to nearest, halves to even; fp16 saturates at ±65504.
+
+    NaN stays NaN, but for those in bf16 that no arithmetic makes (all ones).
+    """
     if kind == FP32:
         return to_bits(numbers)
     if kind == BF16:
         bits = to_bits(numbers)
         return (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-    return _to_fp16(minimum(maximum(numbers, splat(-FP16_MAX)), splat(FP16_MAX)))
+    return _to_fp16(minimum(splat(FP16_MAX), maximum(splat(-FP16_MAX), numbers)))
 
 
 @inline
 def narrow_up(numbers: Any, kind: int) -> Any:
-    """Bits of eight float32 that are not negative, rounded up; fp16 saturates at 65504."""
+    """Bits of eight float32 that are not negative, rounded up; fp16 saturates at 65504.
+
+    NaN stays NaN.
+    """
     if kind == FP32:
         return to_bits(numbers)
     if kind == BF16:
-        return (to_bits(numbers) + 0xFFFF) >> 16
-    numbers = minimum(numbers, splat(FP16_MAX))
+        bits = (to_bits(numbers) + 0xFFFF) >> 16
+        return where_less(splat(-1.0), numbers, bits, splat_int(0x7FC0))
+    numbers = minimum(splat(FP16_MAX), numbers)
     bits = _to_fp16(numbers)
     return where_less(_from_fp16(bits), numbers, bits + 1, bits)
 
@@ -85,7 +92,7 @@ def _from_fp16(bits: Any) -> Any:
 
 @inline
 def _to_fp16(numbers: Any) -> Any:
-    """Of numbers within the range: adding 2^k rounds to where its last bit is."""
+    """Of numbers within the range, or NaN: adding 2^k rounds to where its last bit is."""
     bits = to_bits(numbers)
     magnitude = bits & 0x7FFFFFFF
     exponent = magnitude & 0x7F800000
@@ -93,12 +100,14 @@ def _to_fp16(numbers: Any) -> Any:
     exponent = where_less(exponent, least, least, exponent)
     scaled = from_bits(magnitude) * splat(2.0**112) * splat(2.0**-110)
     rounded = to_bits(from_bits(exponent + 0x07800000) + scaled)
-    return ((rounded >> 13) & 0x7C00) + (rounded & 0xFFF) | ((bits >> 16) & 0x8000)
+    narrowed = ((rounded >> 13) & 0x7C00) + (rounded & 0xFFF)
+    narrowed = where_less(splat_int(0x7F800000), magnitude, splat_int(0x7E00), narrowed)
+    return narrowed | ((bits >> 16) & 0x8000)
 
 
 @inline
 def to_fp8(numbers: Any, coding: int) -> Any:
-    """Codes of numbers within the range of the format."""
+    """Codes of numbers within the range of the format, or NaN."""
     bits = to_bits(numbers)
     magnitude = bits & 0x7FFFFFFF
     sign = (bits >> 24) & 0x80
@@ -109,13 +118,17 @@ def to_fp8(numbers: Any, coding: int) -> Any:
 
 @inline
 def _to_small(magnitude: Any, dropped: int, bias: int) -> Any:
-    """Codes of a format without sign, of `dropped` mantissa bits less than float32's."""
+    """Codes of a format without sign, of `dropped` mantissa bits less than float32's.
+
+    In both 0x7F is NaN, and what comes out for one without the last step is larger.
+    """
     one = (128 - bias + dropped) << 23  # adding it leaves the mantissa bits of a subnormal number
     subnormal = to_bits(from_bits(magnitude) + from_bits(splat_int(one))) - one
     odd = (magnitude >> dropped) & 1
     half = (1 << (dropped - 1)) - 1
     normal = (magnitude + odd + (half - ((127 - bias) << 23))) >> dropped
-    return where_less(magnitude, splat_int((128 - bias) << 23), subnormal, normal)
+    code = where_less(magnitude, splat_int((128 - bias) << 23), subnormal, normal)
+    return where_less(code, splat_int(0x7F), code, splat_int(0x7F))
 
 
 @inline

@@ -17,11 +17,13 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from numba import cfunc
+from numba.core.caching import FunctionCache
 
 _WORTH_THREADS = 1 << 16
 """Values that take several times as long (30 µs) as waking a thread."""
@@ -79,6 +81,17 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
 def _kernel(function: Callable[[Any], None], signature: Any) -> Any:
     """The compiled function."""
     try:
-        return cfunc(signature, cache=True, error_model="numpy")(function)
+        return _compiled(function, signature, cache=True)
     except (RuntimeError, OSError):  # no directory where it could be kept
-        return cfunc(signature, error_model="numpy")(function)
+        return _compiled(function, signature, cache=False)
+    except Exception:
+        # Whatever unpickling gives that was cut short by a full disk: without this index, the
+        # files that it names are written anew.
+        with suppress(OSError):
+            FunctionCache(function).flush()
+            return _compiled(function, signature, cache=True)
+        return _compiled(function, signature, cache=False)
+
+
+def _compiled(function: Callable[[Any], None], signature: Any, cache: bool) -> Any:
+    return cfunc(signature, cache=cache, error_model="numpy")(function)

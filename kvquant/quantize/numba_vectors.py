@@ -12,6 +12,7 @@ are rounded one by one; only `fma` may contract them.
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
@@ -217,13 +218,13 @@ def nearest(builder: Any, numbers: Any) -> Any:
 
 @_elementwise()
 def maximum(builder: Any, one: Any, other: Any) -> Any:
-    """The larger number."""
+    """The larger number; `other` where one of them is NaN."""
     return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
 
 @_elementwise()
 def minimum(builder: Any, one: Any, other: Any) -> Any:
-    """The smaller number."""
+    """The smaller number; `other` where one of them is NaN."""
     return builder.select(builder.fcmp_ordered("<", one, other), one, other)
 
 
@@ -333,6 +334,17 @@ def lowest(builder: Any, square: Any) -> Any:
 def highest(builder: Any, square: Any) -> Any:
     """The largest number of each column."""
     return _reduce(builder, square, ">")
+
+
+@define(VECTOR, SQUARE)
+def nan_if_any(builder: Any, square: Any) -> Any:
+    """NaN for each column that has one, else 0."""
+    rows = rows_of(builder, square)
+    pairs = zip(rows[::2], rows[1::2], strict=True)
+    one, *others = (builder.fcmp_unordered("uno", *pair) for pair in pairs)
+    found = functools.reduce(builder.or_, others, one)
+    lanes = [ir.Constant(VECTOR.row, [value] * LANES) for value in (float("nan"), 0.0)]
+    return [builder.select(found, *lanes)]
 
 
 @define(VECTOR, SQUARE)

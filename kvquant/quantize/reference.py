@@ -7,6 +7,8 @@ import torch
 from kvquant.scales import TensorScales
 from kvquant.scheme import TensorScheme
 
+from .dynamic import whole
+
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -14,7 +16,8 @@ def quantize(states: torch.Tensor, scales: TensorScales, scheme: TensorScheme) -
     """Codes of `states`.
 
     Values beyond the range saturate: FP8 is clamped before the cast, since e4m3fn has no infinity
-    and a bare cast would give NaN; integers are clamped before they could wrap around.
+    and a bare cast would give NaN; integers are clamped before they could wrap around. NaN is NaN
+    in FP8, and the lowest code of an integer format, which has no other for it.
 
     Args:
         states: ``[batch, kv_heads, tokens, dim]``, any float dtype.
@@ -31,9 +34,8 @@ def quantize(states: torch.Tensor, scales: TensorScales, scheme: TensorScheme) -
         clamped = scaled.clamp(scheme.format.qmin, scheme.format.qmax)
         return clamped.to(_FP8[scheme.format.name])
     if scales.zero_point is None:
-        return scaled.round().clamp(scheme.format.qmin, scheme.format.qmax).to(torch.int8)
-    shifted = scaled + scales.zero_point[:, None, :]
-    return shifted.round().clamp(0, scheme.levels).to(torch.uint8)
+        return whole(scaled, scheme.format.qmin, scheme.format.qmax).to(torch.int8)
+    return whole(scaled + scales.zero_point[:, None, :], 0, scheme.levels).to(torch.uint8)
 
 
 def dequantize(codes: torch.Tensor, scales: TensorScales) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Rotation:
 
     def matrix(self) -> torch.Tensor:
         """R itself, float32 ``[dim, dim]`` on the CPU."""
-        return self.apply(torch.eye(self.dim)).T.contiguous()
+        return self.apply(torch.eye(self.dim, dtype=torch.float32, device="cpu")).T.contiguous()
 
     def _butterflies(self, states: torch.Tensor) -> torch.Tensor:
         width = self.dim // self.butterflies

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvquant import cli
+
 KVQUANT = Path(sys.executable).with_name("kvquant")
 
 
@@ -77,3 +81,17 @@ def test_the_home_of_somebody_who_has_none() -> None:
     )
     assert found.returncode == 2
     assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("command", "goes_on"), [("check", False), ("calibrate", True)])
+def test_an_interruption_says_what_goes_on_later(
+    command: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_invoke", interrupted)
+    assert cli.run([command, "model"]) == 130
+    said = capsys.readouterr().err
+    assert said.startswith("interrupted; existing files are as they were")
+    assert ("a long calibration goes on" in said) == goes_on

@@ -37,7 +37,7 @@ def documented(heading: str) -> set[str]:
 
 def fields(value: Any, inside: str = "") -> Iterator[str]:
     """Names of all fields of a JSON value, however deep, but for those of slots and libraries."""
-    if isinstance(value, dict) and inside != "versions":
+    if isinstance(value, dict) and inside not in ("versions", "config"):
         yield from (name for name in value if not name.startswith("layers."))
         for name, part in value.items():
             yield from fields(part, name)

@@ -11,7 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    CPTConfig,
+    FourierFTConfig,
+    HRAConfig,
+    IA3Config,
+    LoraConfig,
+    MultitaskPromptTuningConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
@@ -122,6 +136,93 @@ def test_other_peft_methods_leave_the_base_alone_too(tiny: Callable[..., Any]) -
     found = fingerprint(get_peft_model(base, config))
     assert found.weights == expected.weights
     assert len(found.adapters) == 1
+
+
+PROMPTS: dict[str, Callable[..., PeftConfig]] = {
+    "prompt tuning": PromptTuningConfig,
+    "p-tuning": lambda **own: PromptEncoderConfig(encoder_hidden_size=16, **own),
+    "prefix tuning": PrefixTuningConfig,
+    "multitask": lambda **own: MultitaskPromptTuningConfig(num_tasks=2, **own),
+    "cpt": lambda **own: CPTConfig(
+        cpt_token_ids=[3] * 5, cpt_mask=[1] * 5, cpt_tokens_type_mask=[1] * 5, **own
+    ),
+}
+
+
+def prompted(base: Any, kind: str, seed: int) -> Any:
+    """`base` with five virtual tokens, of random numbers, in front of each text."""
+    config = PROMPTS[kind](task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model, random = get_peft_model(base, config), torch.Generator().manual_seed(seed)
+    for parameter in model.prompt_encoder.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=random)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_virtual_tokens_are_an_adapter(tiny: Callable[..., Any], tmp_path: Path, kind: str) -> None:
+    """Their numbers lie beside the base's modules, not in them."""
+    expected = fingerprint(tiny("llama"))
+    one, other = (prompted(tiny("llama"), kind, seed) for seed in (1, 2))
+    found = fingerprint(one)
+    assert found.weights == fingerprint(other).weights == expected.weights
+    assert len(found.adapters) == 1
+    assert found.adapters != fingerprint(other).adapters
+    with one.disable_adapter():
+        assert fingerprint(one) == expected
+    assert fingerprint(one) == found
+    one.save_pretrained(tmp_path)
+    assert fingerprint(PeftModel.from_pretrained(tiny("llama"), tmp_path)) == found
+
+
+def test_virtual_tokens_on_top_of_an_adapter_are_two(tiny: Callable[..., Any]) -> None:
+    prompt = fingerprint(prompted(tiny("llama"), "prompt tuning", 1))
+    lora = trained(tiny("llama"))
+    below = fingerprint(lora)
+    both = prompted(lora, "prompt tuning", 1)
+    expected = replace(below, adapters=tuple(sorted([*below.adapters, *prompt.adapters])))
+    assert fingerprint(both) == expected
+    with both.disable_adapter():
+        assert fingerprint(both) == below
+
+
+SETTINGS: dict[str, tuple[Callable[..., PeftConfig], dict[str, Any], dict[str, Any]]] = {
+    "places": (FourierFTConfig, {"n_frequency": 50}, {"n_frequency": 50, "random_loc_seed": 3}),
+    "matrices": (
+        VeraConfig,
+        {"save_projection": False},
+        {"save_projection": False, "projection_prng_key": 5},
+    ),
+    "another formula": (HRAConfig, {}, {"apply_GS": True}),
+    "which tokens": (LoraConfig, {}, {"alora_invocation_tokens": [7]}),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_count_where_tensors_do_not_tell(
+    tiny: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    """Seeds of numbers that are not stored, formulas: the same tensors are another adapter."""
+    config, *settings = SETTINGS[case]
+    found = []
+    for number, own in enumerate(settings):
+        torch.manual_seed(0)
+        task = {"task_type": "CAUSAL_LM", "target_modules": KEYS}
+        model = get_peft_model(tiny("llama"), config(**task, **own))
+        found.append(fingerprint(model))
+        place = tmp_path / str(number)
+        model.save_pretrained(place)
+        assert fingerprint(PeftModel.from_pretrained(tiny("llama"), place)) == found[number]
+    assert found[0].weights == found[1].weights
+    assert found[0].adapters != found[1].adapters
+
+
+def test_settings_that_tensors_tell_do_not_count_again(tiny: Callable[..., Any]) -> None:
+    """How it was trained, and settings of this list that ended up in names, shapes and scaling."""
+    own = {"lora_dropout": 0.5, "init_lora_weights": "gaussian", "target_modules": ".*[kv]_proj"}
+    plain, other = (trained(tiny("llama"), r=4, lora_alpha=4, **config) for config in ({}, own))
+    for (_, one), (_, two) in zip(plain.named_parameters(), other.named_parameters(), strict=True):
+        two.data.copy_(one.data)
+    assert fingerprint(plain) == fingerprint(other)
 
 
 def test_an_adapter_loaded_by_transformers_itself_is_the_same(

@@ -224,6 +224,17 @@ def test_a_rotation_unlike_those_known_is_no_layout(build: Callable[[str], Any])
         assert layer.key.tokens == 40
 
 
+def test_the_default_dtype_does_not_matter(build: Callable[[str], Any]) -> None:
+    """bfloat16 does not hold each position beyond 256."""
+    model, ids = build("llama"), token_ids(1, 300)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layers = recorded(model, ids, 300).layers
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [layer.key.rotary for layer in layers.values()] == [HALF] * len(layers)
+
+
 @pytest.mark.parametrize("name", ["llama", "glm", "cohere", "gpt_oss", "deepseek"])
 def test_two_tokens_tell_as_much_as_many(build: Callable[[str], Any], name: str) -> None:
     model, ids = build(name), token_ids(2, 30)

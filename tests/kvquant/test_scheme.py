@@ -232,6 +232,21 @@ def test_a_layer_has_one_scheme_of_its_own_at_most() -> None:
         dataclasses.replace(skipping, layers=((0, int8),))
 
 
+@pytest.mark.parametrize("wrong", ["4", 4.5, 4.0, None])
+def test_numbers_are_numbers(wrong: Any) -> None:
+    int8 = QuantScheme(scheme("int8", "token"), scheme("int8", "token"))
+    for name in ("sink_tokens", "residual_length"):
+        with pytest.raises(SchemeError, match=f"{name} is a number of tokens, not {wrong!r}"):
+            dataclasses.replace(int8, **{name: wrong})
+    for changes in ({"skip_layers": frozenset({wrong})}, {"layers": ((wrong, int8),)}):
+        with pytest.raises(SchemeError, match=f"layers are named by their numbers, not {wrong!r}"):
+            dataclasses.replace(int8, **changes)
+    if wrong is not None:
+        group = {"granularity": Granularity.PER_GROUP, "group_size": wrong}
+        with pytest.raises(SchemeError, match=f"a group size is a number of tokens, not {wrong!r}"):
+            TensorScheme(tensor_format("int4"), symmetric=False, **group)
+
+
 def test_each_layer_finds_its_scheme() -> None:
     own = QuantScheme(scheme("int8", "token"), EXACT, sink_tokens=1)
     whole = QuantScheme(

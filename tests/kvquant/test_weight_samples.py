@@ -343,6 +343,19 @@ def test_one_edited_tensor_makes_another_model_in_16_bits_too(
 # What else there is
 
 
+def test_what_torch_makes_by_default_does_not_matter(
+    tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    model, expected = load(tmp_path, torch.bfloat16), fingerprint(tiny("llama"))
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            assert fingerprint(model) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_definition_does_not_change(tiny: Callable[..., Any]) -> None:
     """Files that earlier versions wrote have to stay valid."""
     model = tiny("llama")

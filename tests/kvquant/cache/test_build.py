@@ -339,6 +339,22 @@ def test_what_other_layers_read_later_is_not_in_the_workspace() -> None:
     assert [layer._workspace for layer in layers[:3]] == [workspace, None, None]
 
 
+def mllama() -> Any:
+    from transformers import MllamaForCausalLM
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 128, "pad_token_id": 0}
+    return MllamaForCausalLM(MllamaTextConfig(**sizes, **more, cross_attention_layers=[1, 3]))
+
+
+def test_cross_attention_is_refused(tiny: Callable[..., Any]) -> None:
+    """Its layers cache keys and values of images, or of another text."""
+    for model in (mllama(), tiny("gpt2", add_cross_attention=True)):
+        with pytest.raises(SchemeError, match="has cross-attention, which caches keys and values"):
+            built(model, preset("int8"))
+
+
 class Unknown(cache_utils.DynamicLayer):  # type: ignore[misc]
     """A kind of layer that nobody has heard of."""
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
+from kvquant.cache.cache import QuantizedCache
 from kvquant.cache.ledger import TokenLedger
 from kvquant.cache.padding import check_cached, check_goes_on, read_mask, real_tokens
+from kvquant.cache.transformers_compat import cache_argument
 from kvquant.errors import InputError
 
 F, T = False, True
@@ -100,6 +104,78 @@ def test_no_value_is_looked_at() -> None:
     assert real_tokens(mask, 2, 4, 5).shape == (2, 5)  # type: ignore[union-attr]
     made = {"full_attention": torch.ones(2, 1, 5, 9, dtype=torch.bool, device="meta")}
     assert real_tokens(made, 2, 4, 5).shape == (2, 5)  # type: ignore[union-attr]
+
+
+def drawn(*rows: str) -> torch.Tensor:
+    """A mask ``[1, 1, queries, slots]``: ``x`` is seen, ``.`` is not."""
+    return torch.tensor([[[[slot == "x" for slot in row] for row in rows]]])
+
+
+def as_added(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+
+
+@pytest.mark.parametrize("form", [torch.Tensor.bool, as_added])
+def test_a_made_mask_tells_it_by_its_last_query(form: Callable[[torch.Tensor], Any]) -> None:
+    """Of a prompt that sees itself in both directions (PaliGemma), and of a causal one."""
+    ledger = TokenLedger(False)
+    prompt = torch.cat([drawn(".....", "..xxx", "..xxx", "..xxx", "..xxx"), drawn(*["xxxxx"] * 5)])
+    told = read_mask(form(prompt), 2, 5, ledger, False)
+    assert told is not None
+    assert told.tolist() == [[F, F, T, T, T], [T] * 5]
+    ledger.begin(2, 5, torch.device("cpu"), told, None)
+    causal = torch.cat([drawn("..xxxx.", "..xxxxx"), drawn("xxxxxx.", "xxxxxxx")])
+    told = read_mask(form(causal), 2, 2, ledger, False)
+    assert told is not None
+    assert told.tolist() == [[T, T], [T, T]]
+    with pytest.raises(InputError, match="row 0: the attention mask calls 5 of the 5 cached"):
+        read_mask(form(drawn("xxxxxx.", "xxxxxxx").expand(2, 1, 2, 7)), 2, 2, ledger, False)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        drawn("x...", "xx..", ".xx.", "..xx"),  # a window
+        drawn("x...", "xx..", "..x.", "..xx"),  # two texts in a row
+        drawn("....", "....", "....", "...."),
+        drawn("x...", "xx..", "xxx."),  # another number of queries
+        torch.ones(1, 1, 4, 4),  # numbers that are added
+    ],
+)
+def test_a_made_mask_that_does_not_tell_is_refused(mask: torch.Tensor) -> None:
+    with pytest.raises(InputError, match=r"attention mask \[batch, tokens\], not 4-D"):
+        read_mask(mask, 1, 4, TokenLedger(False), False)
+
+
+@pytest.mark.parametrize("attention", ["auto", "dequantize"])
+def test_paligemma_makes_such_masks(attention: str) -> None:
+    text = {"model_type": "gemma", "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = PaliGemmaConfig(
+        text_config={**text, "vocab_size": 128}, vision_config=vision, image_token_id=120
+    )
+    torch.manual_seed(0)
+    model = PaliGemmaForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 110, (3, 14), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, :1] = 0, 0
+    cache = QuantizedCache.from_model(model, "none", attention=attention)
+    found = [
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            **{cache_argument(model.get_decoder()): held},
+        )
+        for held in (cache, DynamicCache(config=model.get_decoder().config))
+    ]
+    assert torch.equal(*found)
+    keys = sum(store[0].live_nbytes() for store in cache.layers[0].stores)
+    assert keys == (19 * 3 - 6) * 2 * 16 * 4, "padding is not stored"
 
 
 # What a mask says of cached tokens

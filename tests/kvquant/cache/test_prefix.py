@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from calib.collect import collect
 from calib.solve import solve
 from kvquant import KVScales, QuantizedCache
 from kvquant.cache.companions import recurrent_state
 from kvquant.cache.layer import QuantizedLayer
+from kvquant.cache.prefix import _OF_THE_FILE, _sha256
 from kvquant.cache.slot import SlotStore
 from kvquant.cache.transformers_compat import cache_argument
 from kvquant.cache.window import Window
@@ -486,7 +488,103 @@ def test_other_rotary_settings_are_refused(
     # The same weights, as when a longer context is served through YaRN.
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny("llama", rope_parameters={**rope, "original_max_position_embeddings": 128})
-    assert ": rotary settings differ," in refused(saved, model, byte_tokenizer)
+    message = refused(saved, model, byte_tokenizer)
+    assert ': rope_parameters ({"rope_theta": 10000.0, "rope_type": "default"}, here {' in message
+    assert ") differs, so that its keys and values would be wrong; let this model" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("llama", {"rms_norm_eps": 1e-2}, "rms_norm_eps (1e-06, here 0.01) differs"),
+        ("llama", {"hidden_act": "relu"}, 'hidden_act ("silu", here "relu") differs'),
+        (
+            "llama",
+            {"hidden_act": "relu", "rms_norm_eps": 1e-2},
+            'hidden_act ("silu", here "relu") and rms_norm_eps (1e-06, here 0.01) differ',
+        ),
+        ("llama", {"heat": 2.0}, "heat (null, here 2.0) differs"),  # of a version to come
+        ("qwen3_next", {"num_experts_per_tok": 1}, "num_experts_per_tok (2, here 1) differs"),
+        ("gemma2", {"query_pre_attn_scalar": 4}, "query_pre_attn_scalar (256, here 4) differs"),
+    ],
+)
+def test_the_same_weights_with_other_settings_are_refused(
+    tiny: Callable[..., Any],
+    byte_tokenizer: Any,
+    tmp_path: Path,
+    family: str,
+    settings: dict[str, Any],
+    named: str,
+) -> None:
+    model = tiny(family)
+    cache = fill(model, QuantizedCache.from_model(model, "int8"), ids())
+    cache.save(tmp_path / "p", model, byte_tokenizer)
+    other = tiny(family, **settings)
+    assert f": {named}, so that its keys" in refused(tmp_path / "p", other, byte_tokenizer)
+    with pytest.warns(UserWarning, match="forced: "):
+        QuantizedCache.load(tmp_path / "p", other, tokenizer=byte_tokenizer, force=True)
+
+
+def test_many_other_settings_are_counted(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    other = tiny("llama", **{f"new_{letter}": letter * 99 for letter in "abcdef"})
+    message = refused(saved, other, byte_tokenizer)
+    assert f'new_a (null, here "{"a" * 76}…), new_b' in message
+    assert "…) and 3 other settings differ, so" in message
+
+
+def test_settings_that_change_no_keys_or_values_do_not_matter(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    other = tiny(
+        "llama",
+        use_cache=False,
+        attention_dropout=0.5,
+        eos_token_id=[5, 6],
+        architectures=["LlamaForCausalLM"],
+        pretraining_tp=2,
+        id2label={0: "yes"},
+        unsloth_version="1",
+    )
+    other.config.initializer_range = 0.5
+    other.set_attn_implementation("eager")
+    QuantizedCache.load(saved, other, tokenizer=byte_tokenizer)
+
+
+def test_settings_that_one_version_does_not_know_do_not_matter(
+    saved: Path, tiny: Callable[..., Any], byte_tokenizer: Any
+) -> None:
+    """A new version adds settings whose default is what the old one did."""
+
+    def from_before(_: dict[str, Any], header: dict[str, Any]) -> None:
+        header["transformers"] = "5.16.0"
+        header["config"]["gone_since"] = 1.0
+        del header["config"]["mlp_bias"]
+
+    def another_norm(_: dict[str, Any], header: dict[str, Any]) -> None:
+        header["config"]["rms_norm_eps"] = 0.5
+
+    for change in (from_before, another_norm):
+        rewritten(saved, change)
+        rewritten(saved, hashed_again)
+        if change is from_before:
+            QuantizedCache.load(saved, tiny("llama"), tokenizer=byte_tokenizer)
+    named = ": rms_norm_eps (0.5, here 1e-06) differs, so"
+    assert named in refused(saved, tiny("llama"), byte_tokenizer)
+
+
+@pytest.mark.parametrize("family", [*MODELS, "qwen3_next", "falcon_h1", "gpt2", "phi3_longrope"])
+def test_a_model_from_disk_has_the_same_settings(
+    tiny: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
+    model = tiny(family)
+    cache = fill(model, QuantizedCache.from_model(model, "int8"), ids())
+    cache.save(tmp_path / "p", model)
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with pytest.warns(UserWarning, match="which tokenizer"):
+        assert_same(cache, QuantizedCache.load(tmp_path / "p", again))
 
 
 def test_another_geometry_cannot_be_forced(
@@ -581,6 +679,11 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], Non
         header = json.loads(file.metadata()["kvquant"])
     change(tensors, header)
     save_file(tensors, path, metadata={"format": "pt", "kvquant": json.dumps(header)})
+
+
+def hashed_again(tensors: dict[str, Any], header: dict[str, Any]) -> None:
+    noted = {name: value for name, value in header.items() if name not in _OF_THE_FILE}
+    header["sha256"] = _sha256(tensors, noted)
 
 
 def one_bit(tensors: dict[str, Any], _: dict[str, Any]) -> None:

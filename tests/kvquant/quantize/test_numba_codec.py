@@ -224,6 +224,111 @@ def test_every_half_is_read_and_every_scale_is_written(dtype: torch.dtype) -> No
         assert torch.equal(bits(out), bits(read)), name
 
 
+# NaN and infinity
+
+
+def reads(codec: Codec, states: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What the kernels and the reference read of `states`, which they store alike."""
+    batch, _, tokens, _ = states.shape
+    positions = positions_of(batch, tokens)
+    coded = encoded(codec, states, positions)
+    wanted = codec.encode_reference(states, positions, POSITIONS)
+    for one, other in zip(
+        map(numbers_of(codec), coded), map(numbers_of(codec), wanted), strict=True
+    ):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    out, read = torch.empty(2, *states.shape, dtype=states.dtype)
+    assert numba_codec.decode(codec, coded, out, positions, POSITIONS)
+    codec.decode_reference(wanted, read, positions, POSITIONS)
+    yield from (out, read)
+
+
+def numbers_of(codec: Codec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes numbers of stored tensors: NaN has several bits."""
+    name = codec.scheme.format.name
+    floats = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(name)
+
+    def numbers(stored: torch.Tensor) -> torch.Tensor:
+        is_fp8 = stored.dtype == torch.uint8 and floats is not None
+        return (stored.view(floats) if is_fp8 else stored).float()
+
+    return numbers
+
+
+NOT_FINITE = (torch.nan, -torch.nan, torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize("how", [s for s in SCHEMES if not s.granularity.is_static], ids=str)
+def test_whatever_shares_a_range_with_nan_or_infinity_is_nan(how: TensorScheme) -> None:
+    for number in range(8):
+        dim, channel = (1, 5, 16, 71)[number % 4], -(number % 4 % 2)
+        codec, dtype = codec_of(how, dim, 3), DTYPES[number % 3]
+        token, tokens = (9, 11) if how.group_size is None else (codec.unit - 1, 2 * codec.unit)
+        states = states_of(2, 3, tokens, dim).to(dtype)
+        spoilt = states.clone()
+        spoilt[1, 2, token, channel] = NOT_FINITE[(number + number // 4) % 4]
+        expected = torch.zeros(states.shape, dtype=torch.bool)
+        if how.group_size is None:
+            expected[1, 2, token] = True
+        else:
+            expected[1, 2, : codec.unit, channel] = True
+        for found, clean in zip(reads(codec, spoilt), reads(codec, states), strict=True):
+            assert torch.equal(found.isnan(), expected)
+            assert torch.equal(found[~expected], clean[~expected])
+            assert bool(clean.isfinite().all())
+
+
+@pytest.mark.parametrize("how", [s for s in SCHEMES if s.granularity.is_static], ids=str)
+def test_calibrated_floats_keep_nan_and_calibrated_integers_take_the_end_of_their_range(
+    how: TensorScheme,
+) -> None:
+    codec, states = codec_of(how, 16, 3), states_of(1, 3, 11, 16)
+    spoilt, huge = states.clone(), states.clone()
+    spoilt[0, 1, 4, 5], spoilt[0, 2, 10, 15] = torch.nan, torch.inf
+    huge[0, 1, 4, 5], huge[0, 2, 10, 15] = -1e30, 1e30
+    for found, saturated in zip(reads(codec, spoilt), reads(codec, huge), strict=True):
+        assert bool(found[0, 1, 4, 5].isnan()) == how.format.is_float
+        if how.format.is_float:
+            found[0, 1, 4, 5] = saturated[0, 1, 4, 5]
+        assert torch.equal(found, saturated)
+
+
+@pytest.mark.parametrize("bits_of_one", [-1, 0x7FFFFFFF, 0x7F800001])
+@pytest.mark.parametrize("kept", ["bf16", "fp16", "fp32"])
+def test_nan_of_any_bits_is_nan(kept: str, bits_of_one: int) -> None:
+    """Rounding up adds to the bits of a scale."""
+    states = states_of(1, 1, 9, 16)
+    states.view(torch.int32)[0, 0, 4] = bits_of_one
+    for name, symmetric in (("int8", True), ("int4", False), ("fp8_e4m3", True)):
+        how = TensorScheme(tensor_format(name), Granularity.PER_TOKEN, symmetric, scale_format=kept)
+        codec = Codec(how, 16, torch.float32)
+        for coded in (codec.encode(states), codec.encode_reference(states)):
+            for read in (codec.decode, codec.decode_reference):
+                out = torch.empty_like(states)
+                read(coded, out)
+                assert out.isnan().any(-1).flatten().tolist() == [n == 4 for n in range(9)]
+
+
+@pytest.mark.parametrize("how", SCHEMES, ids=NAMES)
+def test_numbers_that_docs_call_safe_stay_finite(how: TensorScheme) -> None:
+    """Beyond them, sums over a head may overflow: that is read back as NaN, not as a number."""
+    for dim in (64, 80, 128, 256):
+        codec = Codec(how, dim, torch.float32, scales=codec_of(how, dim, 1).scales)
+        signs = gaussian(1, 1, 3 * codec.unit, dim).sign()
+        signs[:, :, : codec.unit] = 1
+        for found in reads(codec, signs * 5e35):
+            assert bool(found.isfinite().all())
+
+
+def test_sums_that_overflow_are_nan() -> None:
+    states = torch.full((1, 1, 2, 128), 3e36)
+    states[0, 0, 1] = 1.0
+    for found in reads(Codec(INT4, 128, torch.float32), states):
+        assert bool(found[0, 0, 0].isnan().all())
+        assert bool(found[0, 0, 1].isfinite().all())
+
+
 # However many at a time
 
 

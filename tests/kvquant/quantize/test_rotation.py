@@ -98,6 +98,19 @@ def test_the_seeded_matrix_stays_the_same() -> None:
     assert rotation(71).matrix()[-1, -1].item() == pytest.approx(-0.121798, abs=1e-6)
 
 
+@pytest.mark.parametrize("dim", [64, 71, 80])
+def test_it_is_float32_on_the_cpu_whatever_torch_makes_by_default(dim: int) -> None:
+    expected, states = rotation(dim).matrix(), torch.ones(2, dim)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found, turned = rotation(dim).matrix(), rotation(dim).apply(states)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+    assert torch.equal(turned, rotation(dim).apply(states))
+
+
 def test_it_is_made_once() -> None:
     assert rotation(72) is rotation(72)
 
