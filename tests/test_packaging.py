@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate",
     "export",
     "inspect",
+    "lm-eval",
     "merge",
     "plan",
     "report",
