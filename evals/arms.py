@@ -169,6 +169,8 @@ def _check_stock(request: ArmRequest, geometry: CacheGeometry) -> None:
     modules = {"optimum-quanto": "optimum", "hqq": "hqq"}
     if package is not None and importlib.util.find_spec(modules[package]) is None:
         raise InputError(f"{request.name} needs {package}: pip install 'kvquant-toolkit[compare]'")
+    if backend == "fp8" and not _has_fp8_cache():
+        raise InputError(f"{request.name} needs Transformers 5.21 or newer: upgrade it")
     others = {layer.kind for layer in geometry.layers} - {LayerKind.FULL}
     if others:
         kinds = ", ".join(sorted(kind.value for kind in others))
@@ -176,6 +178,12 @@ def _check_stock(request: ArmRequest, geometry: CacheGeometry) -> None:
             f"{request.name}: Transformers' quantized cache takes models with full attention in "
             f"every layer; this one has {kinds} layers"
         )
+
+
+def _has_fp8_cache() -> bool:
+    from transformers import cache_utils
+
+    return hasattr(cache_utils, "Fp8QuantizedLayer")
 
 
 @dataclass(frozen=True)

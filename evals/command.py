@@ -48,7 +48,12 @@ class _Names(click.ParamType):  # type: ignore[type-arg]
         self, value: Any, param: click.Parameter | None, context: click.Context | None
     ) -> tuple[str, ...]:
         """``a,b`` becomes (a, b)."""
-        return value if isinstance(value, tuple) else tuple(filter(None, str(value).split(",")))
+        if isinstance(value, tuple):
+            return value
+        found = tuple(filter(None, (part.strip() for part in str(value).split(","))))
+        if len(set(found)) < len(found):
+            self.fail(f"{value} names something twice", param, context)
+        return found
 
 
 def _print_gate(context: click.Context, param: click.Parameter, value: bool) -> None:
@@ -311,14 +316,17 @@ def evaluate(
     geometry = CacheGeometry.from_config(read_config(source))
 
     from .arms import prepare_arms
-    from .request import Request, choose_lengths
+    from .request import Request, check_judges, choose_lengths
 
     arms = prepare_arms(requests, geometry)
     gate.check({arm.name: arm.scheme_class for arm in arms})
     lengths = choose_lengths(
         options.pop("lengths"), options.pop("max_model_len"), arms, geometry, notify
     )
-    report = _run(Request(source, arms, lengths, **options), gate, data, page, resume)
+    request = Request(source, arms, lengths, **options)
+    if gate_path is not None:
+        check_judges(gate, request)
+    report = _run(request, gate, data, page, resume)
     _show(report, [path for path in (page, data) if path is not None], as_json)
     verdict = report.verdict
     assert verdict is not None
@@ -333,7 +341,7 @@ def _files(asked: str | None, model: str) -> tuple[Path | None, Path]:
     path = Path(asked).expanduser()
     if path.suffix == JSON:
         return None, path
-    if path.suffix not in ("", HTML):
+    if path.suffix not in ("", HTML) or not path.name:
         raise InputError(f"--report {asked}: a name that ends in .html or .json is wanted")
 
     from .html import check_report_tools
@@ -343,9 +351,9 @@ def _files(asked: str | None, model: str) -> tuple[Path | None, Path]:
 
 
 def _gate(asked: str | None) -> Gate:
-    from .gate_file import load_gate
+    from .gate_file import DEFAULT_GATE, load_gate
 
-    return load_gate(None if asked == "defaults" else asked)
+    return load_gate(None if asked == DEFAULT_GATE else asked)
 
 
 def _run(request: Request, gate: Gate, data: Path, page: Path | None, resume: bool) -> EvalReport:

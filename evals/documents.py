@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvquant.errors import DataError
+from kvquant.errors import DataError, InputError
 from kvquant.text.corpus import read_rows, token_blocks
 
 
@@ -40,8 +40,14 @@ def read_documents(
         notify: Told what was read, and of what there is too little.
 
     Raises:
-        DataError: Not one document of `least` tokens.
+        InputError: A length of fewer than `least` tokens.
+        DataError: Not one document of so many.
     """
+    if length < least:
+        raise InputError(
+            f"a length of {length:,} tokens is too short: prefill and one block to be scored take "
+            f"{least:,}; give longer --lengths, or a smaller --prefill or --block"
+        )
     rows = read_rows(data, text_field=text_field, chat=chat, notify=notify)
     found = token_blocks(rows, tokenizer, context_length=length, samples=count, chat=chat)
     documents = tuple(block for block in found.blocks if len(block) >= least)

@@ -31,6 +31,9 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
+DEFAULT_GATE = "defaults"
+"""Source of a gate that no file changes."""
+
 Limits = dict[str, float | None]
 """Thresholds by name; None: switched off."""
 
@@ -122,7 +125,7 @@ class Gate:
         arms: What it says of single arms.
     """
 
-    source: str = "defaults"
+    source: str = DEFAULT_GATE
     significance: float = _SIGNIFICANCE
     classes: Mapping[str, Limits] = field(default_factory=dict)
     arms: Mapping[str, Limits] = field(default_factory=dict)

@@ -31,7 +31,7 @@ def coded_slots(cache: Any, layer_idx: int) -> Slots:
 
 
 def _is_coded(codec: Codec | None) -> bool:
-    return codec is not None and not codec.scheme.is_exact
+    return codec is not None and codec.scheme.format.is_scaled
 
 
 def quantized_reads(cache: Any, layer_idx: int, new: int) -> torch.Tensor:
@@ -40,7 +40,11 @@ def quantized_reads(cache: Any, layer_idx: int, new: int) -> torch.Tensor:
     Returns:
         bool ``[keys]`` for the keys that `update` will return, oldest first.
     """
-    total, offset = cache.layers[layer_idx].get_mask_sizes(new)
+    layer = cache.layers[layer_idx]
+    total, offset = layer.get_mask_sizes(new)
+    if hasattr(layer, "_quantized_keys") and not hasattr(layer, "residual_length"):
+        # Transformers' fp8 reads a call's own tokens from their codes, too; but for the first call.
+        return torch.full((total,), total > new)
     found = torch.zeros(total, dtype=torch.bool)
     for start, stop in coded_slots(cache, layer_idx):
         found[max(start - offset, 0) : max(stop - offset, 0)] = True
@@ -65,7 +69,7 @@ def poison(cache: Any, seed: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, QuantizedLayer):
             for store in (store for pair in layer.stores for store in pair):
-                if not store.codec.scheme.is_exact:
+                if _is_coded(store.codec):
                     store.coded.map(lambda held: _shuffled_codes(held, generator))
         elif hasattr(layer, "_quantized_keys"):
             _poison_stock(layer, generator)

@@ -51,8 +51,8 @@ def _message(
     needed = batch * caches_nbytes(reader, arms, length)
     texts = f" in a batch of {batch}" if batch > 1 else ""
     message = (
-        f"out of memory at {length:,} tokens{texts}: {plural(len(arms), 'arm')} and the unquantized "
-        f"cache take {size(needed)} there"
+        f"out of memory at {length:,} tokens{texts}: {plural(len(arms), 'arm')} and the "
+        f"unquantized cache take {size(needed)} there"
     )
     advice = []
     if free is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from . import figures, wording
+from .gate_file import DEFAULT_GATE, MEANT_FOR
 from .headline import arm_status, complaints, headline, report_status
 from .heat import HeatMap, heat_maps, lost_cells, needles_kept, tasks_of, unfound_cells
 from .results import Cell, Continuation, EvalReport, Losses, Retrieval
@@ -54,8 +56,19 @@ def report_values(report: EvalReport) -> dict[str, Any]:
         "layer_names": list(dict.fromkeys(key for arm in report.arms for key in arm.layer_errors)),
         "continuations": [_Texts.of(it) for it in report.continuations],
         "gate_lines": lines,
+        "detectable": _detectable(report),
+        "meant_for": MEANT_FOR if verdict and verdict.gate == DEFAULT_GATE else "",
         "provenance": list(_provenance(report)),
     }
+
+
+def _detectable(report: EvalReport) -> dict[str, str]:
+    """For each arm, the change of perplexity that so many documents could have shown."""
+    from .statistics import detectable
+
+    arms = report.perplexity.arms if report.perplexity else {}
+    found = {name: detectable(it.delta_ln_ppl) for name, it in arms.items()}
+    return {name: wording.growth(value) for name, value in found.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True)

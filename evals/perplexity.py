@@ -95,8 +95,8 @@ def _compare_rows(
 ) -> dict[str, torch.Tensor]:
     theirs, ours = (it.float().log_softmax(-1) for it in (reference, logits))
     weights = theirs.exp()
-    # Tokens that are impossible to both would be 0 x (inf - inf).
-    terms = torch.where(weights > 0, weights * (theirs - ours), 0)
+    # Tokens that are impossible to both would be 0 x (inf - inf). NaN stays NaN.
+    terms = torch.where(weights == 0, 0, weights * (theirs - ours))
     return {
         "nll_reference": -theirs.gather(1, target[:, None])[:, 0],
         "nll": -ours.gather(1, target[:, None])[:, 0],

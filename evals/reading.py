@@ -21,12 +21,10 @@ import torch
 from transformers import DynamicCache
 
 from kvquant.cache.cache import QuantizedCache
+from kvquant.cache.companions import keeps_state
 from kvquant.cache.transformers_compat import cache_argument
-from kvquant.geometry import CacheGeometry, LayerKind
+from kvquant.geometry import CacheGeometry
 from kvquant.models.adapters import base_model
-
-_ALIKE = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT, LayerKind.SHARED)
-"""Layers whose whole state is what `update` was given."""
 
 
 class Reader:
@@ -109,10 +107,12 @@ class Reader:
 
     @property
     def shares_prefill(self) -> bool:
-        """Whether a cache holds nothing but what its `update` was given."""
-        kinds = all(layer.kind in _ALIKE for layer in self.geometry.layers)
-        # Sparse attention keeps the keys of its indexer beside, and picks tokens by them.
-        return kinds and not hasattr(self.decoder.config, "index_topk")
+        """Whether a cache holds nothing but what its `update` was given.
+
+        Others keep a recurrent state, some in the same layer as keys and values, or the keys of an
+        indexer.
+        """
+        return not any(map(keeps_state, self.reference().layers))
 
     def answer(
         self, question: torch.Tensor, cache: Any, tokens: int, stop: Iterable[int] = ()

@@ -11,6 +11,7 @@ from kvquant.geometry import CacheGeometry
 from kvquant.models.source import ModelSource
 
 from .arms import EvalArm
+from .gate_file import Gate
 from .windows import parse_lengths
 
 SERVED = "served"
@@ -136,6 +137,25 @@ def choose_lengths(
                 f"{lengths[-1]}"
             )
     return tuple(lengths)
+
+
+def check_judges(gate: Gate, request: Request) -> None:
+    """Whether a gate has something to judge: with nothing, it would let everything pass.
+
+    Raises:
+        InputError: It has not.
+    """
+    named = {name for arm in request.arms for name in gate.limits(arm.name, arm.scheme_class)}
+    judged = (
+        request.documents
+        or (request.trials and request.tasks)
+        or (request.continuations and "agreement" in named)
+    )
+    if request.only_self_check or not judged:
+        raise InputError(
+            "--gate has nothing to judge: leave out --self-check, and evaluate --documents or "
+            "--trials; a failed self-check is exit code 1 without a gate as well"
+        )
 
 
 def _context(arm: EvalArm) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -20,6 +20,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from kvquant.errors import InputError
 from kvquant.fingerprint import Fingerprint, fingerprint
 from kvquant.models.loading import LoadedModel, load, load_tokenizer, make_local
 from kvquant.progress import notify
@@ -45,7 +46,7 @@ from .results import (
     SelfCheck,
 )
 from .retrieval import answer_prompts, batches
-from .selfcheck import STEPS, self_check
+from .selfcheck import STEPS, self_check, with_bytes
 from .stages import Stages
 from .statistics import Scores, divergence, losses
 from .store import Store, key_of
@@ -100,6 +101,11 @@ def read_text(request: Request, tokenizer: Any) -> Text:
         DataError: No text.
     """
     limit = request.limit
+    if request.continuations and request.tokens > request.longest - 2:
+        raise InputError(
+            f"a text of {request.longest:,} tokens cannot be continued by {request.tokens:,} of "
+            "them: give fewer --tokens, or longer --lengths"
+        )
     wanted = request.documents if limit is None else min(request.documents, limit)
     documents, corpus = read_documents(
         request.data,
@@ -185,11 +191,12 @@ class Run:
         checks, records = self._self_checks(store, stages)
         if self.request.only_self_check:
             return EvalReport(origin, records, checks)
+        perplexity = self._perplexity(store, stages)
         return EvalReport(
             origin=origin,
-            arms=records,
+            arms=store.records("arms", tuple[Arm, ...]) or records,
             self_checks=checks,
-            perplexity=self._perplexity(store, stages),
+            perplexity=perplexity,
             retrieval=self._retrieval(store, stages),
             continuations=self._continuations(store, stages),
         )
@@ -245,21 +252,25 @@ class Run:
         request, documents = self.request, self._scored()
         if not documents:
             return None
+        stages.begin("perplexity")
         parts: dict[str, list[Scores]] = {arm.name: [] for arm in self.arms}
         for number, ids in enumerate(documents):
             scores = store.scores(number)
             if scores is None:
+                caches = self._make()
                 with naming_length(self.reader, self.arms, len(ids)):
                     scores = score_document(
                         self.reader,
                         ids,
                         spans(len(ids), request.prefill, request.block),
                         self.reader.reference(),
-                        self._make(),
+                        caches,
                         document=number,
                         chunk=request.chunk,
                         advance=lambda tokens: stages.advance("perplexity", tokens),
                     )
+                if number == 0:
+                    self._count_bytes(store, caches)
                 store.keep_scores(number, scores)
             for name, found in scores.items():
                 parts[name].append(found)
@@ -277,9 +288,15 @@ class Run:
             arms={name: divergence(it, seed=request.seed) for name, it in joined.items()},
         )
 
+    def _count_bytes(self, store: Store, caches: Mapping[str, Any]) -> None:
+        """What arms hold at the length served, instead of that of the self-check."""
+        records: tuple[Arm, ...] = store.records("arms", tuple[Arm, ...])
+        store.keep_records("arms", (with_bytes(it, self.reader, caches[it.name]) for it in records))
+
     def _retrieval(self, store: Store, stages: Stages) -> Retrieval | None:
         if self.text.haystack is None:
             return None
+        stages.begin("needles")
         request = self.request
         for batch in batches(self.text.prompts, request.batch_size):
             if not all(key_of(prompt) in store.cells for prompt in batch):
@@ -307,6 +324,8 @@ class Run:
     def _continuations(self, store: Store, stages: Stages) -> tuple[Continuation, ...]:
         request = self.request
         found = list(store.records("continuations", tuple[Continuation, ...]) or ())
+        if request.continuations:
+            stages.begin("continuations")
         for ids in self.text.documents[: request.continuations]:
             prompt = ids[: max(len(ids) - request.tokens, 2)]
             if len(found) <= stages.done("continuations"):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from kvquant.presets import preset
 
 from .arms import BoundArm
 from .held import live_nbytes, poison
-from .padding_check import Makers, padding_divergences
+from .padding_check import Makers, padding_divergences, padding_fault
 from .perplexity import score_document
 from .reading import Reader
 from .results import Arm, Check, SelfCheck
@@ -47,10 +47,14 @@ POISON_FACTOR = 3.0
 """How many times the divergence with clean codes that with noise has to be, …"""
 POISON_NATS = 1.0
 """… unless it is a nat per token, which is as bad for every text."""
-PADDING_SHARE = 0.1
-"""Share of its divergence that an arm may owe to padding, …"""
+PADDING_SHARE = 2.0
+"""How many times its divergence an arm may owe to padding: that of codes which differ throughout,
+as those of 8 bit do in bfloat16; …"""
 PADDING_FACTOR = 10.0
 """… beside so many times what rounding makes of padding with the unquantized cache."""
+
+FLOOR_SHARE = 0.5
+"""Share of its divergence that an arm may owe to the model's own noise."""
 
 STEPS = 5
 """Steps that the progress is told of."""
@@ -148,11 +152,11 @@ def self_check(
         is_exact = record.scheme_class == "exact"
         checks = (
             _reads(shares[name], masses[name], is_exact),
-            _poison(poisoned[name], clean[name], is_exact),
+            _poison(poisoned[name], clean[name], is_exact or not shares[name]),
             _floor(floor, clean[name], is_exact),
             _bytes(record),
             _window(sample, arm),
-            _padding(padded[name], padding_floor, clean[name], arm),
+            _padding(sample, arm, padded[name], padding_floor, clean[name]),
             _scales(sample, arm),
             _numbers(record),
         )
@@ -189,35 +193,48 @@ def _read(
 def _record(
     sample: Sample, arm: BoundArm, cache: Any, errors: Mapping[int, tuple[float, float]]
 ) -> Arm:
-    geometry, dtype = sample.reader.geometry, sample.reader.decoder.dtype
-    tokens = cache.get_seq_length()
-    expected = None
-    live, kernel = live_nbytes(cache), "Transformers' attention, on dequantized tokens"
-    if isinstance(cache, QuantizedCache):
-        live, kernel = tokens_nbytes(cache), attention(cache)
-        expected = expected_nbytes(
-            geometry,
-            cache.scheme,
-            tokens,
-            dtype.itemsize,
-            keeps_positions=cache.plan.turns_means,
-        )
-    reference = expected_nbytes(geometry, preset("bf16"), tokens, 2)
     scales = arm.arm.scales
-    return Arm(
+    record = Arm(
         name=arm.name,
         scheme=arm.arm.description,
         scheme_class=arm.arm.scheme_class,
         scales=arm.arm.request.scales,
         scales_origin=None if scales is None else scales.provenance.origin,
         foreign=arm.foreign,
-        kernel=kernel,
+        kernel=_kernel(cache),
+        layer_errors={str(index): error for index, error in sorted(errors.items())},
+    )
+    return with_bytes(record, sample.reader, cache)
+
+
+def _kernel(cache: Any) -> str:
+    """``numba, all 30 layers``."""
+    if not isinstance(cache, QuantizedCache):
+        return "Transformers' attention, on dequantized tokens"
+    return attention(cache).removeprefix("over the codes by ").replace(" in all ", ", all ")
+
+
+def with_bytes(record: Arm, reader: Reader, cache: Any) -> Arm:
+    """`record` with what its cache holds now."""
+    geometry, tokens = reader.geometry, cache.get_seq_length()
+    live, expected = live_nbytes(cache), None
+    if isinstance(cache, QuantizedCache):
+        live = tokens_nbytes(cache)
+        expected = expected_nbytes(
+            geometry,
+            cache.scheme,
+            tokens,
+            reader.decoder.dtype.itemsize,
+            keeps_positions=cache.plan.turns_means,
+        )
+    reference = expected_nbytes(geometry, preset("bf16"), tokens, 2)
+    return replace(
+        record,
         tokens=tokens,
         live_nbytes=live,
         expected_nbytes=expected,
         reference_nbytes=reference,
         bits_per_value=16 * live / reference,
-        layer_errors={str(index): error for index, error in sorted(errors.items())},
     )
 
 
@@ -236,9 +253,9 @@ def _reads(share: float, mass: float | None, is_exact: bool) -> Check:
     )
 
 
-def _poison(poisoned: float, clean: float, is_exact: bool) -> Check:
+def _poison(poisoned: float, clean: float, has_no_codes: bool) -> Check:
     detail = f"KL {poisoned:.3g} with noise for codes, {clean:.3g} without"
-    if is_exact:
+    if has_no_codes:
         status = "noted" if poisoned <= _TINY + clean else "failed"
         return Check("poison", status, f"{detail}; there are no codes")
     if math.isnan(poisoned) or poisoned >= min(POISON_FACTOR * (clean + _TINY), POISON_NATS):
@@ -250,7 +267,7 @@ def _poison(poisoned: float, clean: float, is_exact: bool) -> Check:
 
 def _floor(floor: float, clean: float, is_exact: bool) -> Check:
     detail = f"KL {floor:.2g} of the unquantized cache against itself"
-    if is_exact or not floor > max(clean, _TINY):
+    if is_exact or floor <= max(FLOOR_SHARE * clean, _TINY):
         return Check("floor", "passed", detail)
     return Check(
         "floor",
@@ -283,13 +300,18 @@ def _window(sample: Sample, arm: BoundArm) -> Check | None:
     return Check("window", "passed", "sliding layers see what they see in Transformers' cache")
 
 
-def _padding(found: float | str, floor: float | str, clean: float, arm: BoundArm) -> Check:
+def _padding(
+    sample: Sample, arm: BoundArm, found: float | str, floor: float | str, clean: float
+) -> Check:
     is_ours = arm.arm.request.stock is None
     if isinstance(floor, str):
         return Check("padding", "noted", f"the model takes no padded batch ({floor})")
     if isinstance(found, str):
         status = "failed" if is_ours else "noted"
         return Check("padding", status, f"a padded batch is refused ({found})")
+    fault = padding_fault(sample.reader, arm.make)
+    if fault is not None:
+        return Check("padding", "failed", fault)
     detail = f"KL {found:.2g} of a padded row against the same alone"
     if found <= PADDING_SHARE * clean + PADDING_FACTOR * floor + _TINY:
         return Check("padding", "passed", detail)

@@ -46,38 +46,38 @@ class Stages:
         """A bar that waits."""
         self._tasks[name] = self._progress.add_task(name, start=False, total=total, now="")
 
+    def begin(self, name: str) -> bool:
+        """Starts the clock of a bar; says whether it has not run before."""
+        task = self._progress.tasks[self._tasks[name]]
+        if task.started:
+            return False
+        self._progress.start_task(task.id)
+        return True
+
     def advance(self, name: str, amount: int) -> None:
         """Moves a bar on."""
-        self._begin(name)
+        self.begin(name)
         self._progress.advance(self._tasks[name], amount)
 
     def step(self, name: str, now: str) -> None:
         """Says what a part is doing now; all that it did before is done."""
         task = self._tasks[name]
-        if self._begin(name):
+        if self.begin(name):
             self._progress.update(task, now=now)
         else:
             self._progress.update(task, advance=1, now=now)
 
     def reach(self, name: str, amount: int) -> None:
         """Sets a bar to what is known to be done."""
-        self._begin(name)
+        self.begin(name)
         self._progress.update(self._tasks[name], completed=amount)
 
     def finish(self, name: str) -> None:
         """All done."""
-        self._begin(name)
+        self.begin(name)
         total = self._progress.tasks[self._tasks[name]].total
         self._progress.update(self._tasks[name], completed=total, now="")
 
     def done(self, name: str) -> float:
         """How far a bar is."""
         return self._progress.tasks[self._tasks[name]].completed
-
-    def _begin(self, name: str) -> bool:
-        """Whether it has not begun before."""
-        task = self._progress.tasks[self._tasks[name]]
-        if task.started:
-            return False
-        self._progress.start_task(task.id)
-        return True

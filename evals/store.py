@@ -14,6 +14,7 @@ import dataclasses
 import io
 import json
 import shutil
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from .results import Cell, build
 from .statistics import Scores
 
 Key = tuple[str, int, int, int]
+_OURS = ("*.json", "document-*.npz", "cells.jsonl", ".kvquant-*")
+"""What may lie in the directory; the last is what `write_atomically` leaves when it is killed."""
 Record = TypeVar("Record")
 
 
@@ -49,10 +52,11 @@ class Store:
         """Takes up an earlier run of the same identity, or begins anew.
 
         Raises:
-            InputError: The place cannot be written.
+            InputError: The place cannot be written, or holds something else.
         """
         self._path = path
         written = json.dumps(identity, sort_keys=True, indent=1)
+        _check_ours(path)
         if path.is_dir() and not (resume and self._same(written, notify)):
             shutil.rmtree(path)
         try:
@@ -89,7 +93,7 @@ class Store:
                     name: Scores(*(held[f"{field}.{number}"] for field in fields))
                     for number, name in enumerate(names)
                 }
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None  # not there, or cut short: read again
 
     def keep_scores(self, document: int, scores: Mapping[str, Scores]) -> None:
@@ -113,11 +117,11 @@ class Store:
 
     def _read_cells(self) -> Iterable[Cell]:
         path = self._path / "cells.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) < len(lines):  # cut short: what is appended must not join it
             write_atomically(path, "".join(whole).encode())
-        return [build(Cell, json.loads(line)) for line in whole]
+        return [cell for cell in map(_cell, whole) if cell is not None]
 
     def records(self, name: str, kind: Any) -> Any:
         """What `keep_records` kept under `name`, of the type `kind`; None if nothing."""
@@ -131,6 +135,20 @@ class Store:
         values = [dataclasses.asdict(record) for record in records]
         write_atomically(self._path / f"{name}.json", json.dumps(values).encode())
 
-    def remove(self) -> None:
-        """When everything is in the report."""
-        shutil.rmtree(self._path, ignore_errors=True)
+
+def _cell(line: str) -> Cell | None:
+    """An answer, or None for a line that is none: such a prompt is answered again."""
+    try:
+        cell: Cell = build(Cell, json.loads(line))
+    except (ValueError, TypeError, KeyError):
+        return None
+    return cell
+
+
+def _check_ours(path: Path) -> None:
+    """Beginning anew empties the directory, which must not be that of anybody else."""
+    if path.is_dir() and not all(any(map(it.match, _OURS)) for it in path.iterdir()):
+        raise InputError(
+            f"{path} holds something else than an interrupted evaluation: name another place with "
+            "--report"
+        )

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .compare import Comparison, columns
+from .gate_file import DEFAULT_GATE, MEANT_FOR
 from .headline import (
     BROKEN,
     FAILED,
@@ -70,8 +71,16 @@ def report_table(report: EvalReport, files: Sequence[Path] = ()) -> RenderableTy
         *_legend(report),
         *_arm_lines(report),
         *_complaint_lines(report),
+        *_gate_lines(report),
         *(Text(f"written: {path}") for path in files),
     )
+
+
+def _gate_lines(report: EvalReport) -> Iterator[Text]:
+    """Whose thresholds these are, and which models they are meant for."""
+    if report.verdict is not None and report.verdict.lines:
+        own = report.verdict.gate != DEFAULT_GATE
+        yield Text(f"thresholds: {report.verdict.gate if own else MEANT_FOR}", "dim")
 
 
 def comparison_table(comparison: Comparison, files: Sequence[Path] = ()) -> RenderableType:

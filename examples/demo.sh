@@ -72,6 +72,6 @@ step "Does the fine-tune still work with each of them? Predictions, and needles 
     --scales "$out/base-int8" --scales "$out/fine-tune-int8" --scheme int8 \
     --scheme "int4@$out/fine-tune" --scales "$out/bad-int4" --force \
     --data "$out/python-source" --documents 2 --depths 0,50,100 --answer-tokens 10 \
-    --continuations 1 --tokens 32 --gate defaults --report "$out/report.html"
+    --continuations 1 --tokens 32 --gate examples/small-model-gate.toml --report "$out/report.html"
 
 printf '\nThe report is %s/report.html. Pictures and scales are in %s/\n' "$out" "$out"

@@ -104,10 +104,10 @@ def _run(arguments: list[str]) -> int:
         click.echo(f"error: {error}", err=True)
         return EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
+        goes_on = " (a long run goes on where it was when the same command is given again)"
+        is_long = arguments[:1] in (["calibrate"], ["evaluate"])
         click.echo(
-            "interrupted; existing files are as they were (a long calibration goes on where it was "
-            "when the same command is given again)",
-            err=True,
+            f"interrupted; existing files are as they were{goes_on if is_long else ''}", err=True
         )
         return EXIT_INTERRUPTED
     except RuntimeError as error:

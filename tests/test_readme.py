@@ -33,18 +33,16 @@ def blocks(page: str, language: str) -> list[str]:
 
 def commands() -> list[str]:
     """Every line of documentation and help that calls kvquant."""
-    lines = [
-        line.strip()
-        for page in PAGES
-        for block in blocks(page, "sh")
-        for line in block.splitlines()
-    ]
+    texts = [block for page in PAGES for block in blocks(page, "sh")]
     context = click.Context(kvquant)
     for name in kvquant.list_commands(context):
         command = kvquant.get_command(context, name)
         assert command is not None
-        lines += [line.strip() for line in (command.help or "").splitlines()]
-    lines += [line.strip() for line in (kvquant.help or "").splitlines()]
+        texts.append(command.help or "")
+    texts.append(kvquant.help or "")
+    # A line that ends in a backslash goes on in the next.
+    joined = (re.sub(r"\\\\?\n\s*", "", text) for text in texts)
+    lines = (line.strip() for text in joined for line in text.splitlines())
     return sorted({line for line in lines if line.startswith("kvquant ")})
 
 

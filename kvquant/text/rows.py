@@ -76,7 +76,7 @@ def read_rows(
     """
     if data is None:
         notify(
-            "no data given: calibrating on Python's help topics; text like your own traffic is "
+            "no data given: reading Python's help topics; text like your own traffic is "
             "better (--data)"
         )
         return Rows("pydoc_data.topics", [_help_topics()])

@@ -94,4 +94,4 @@ def test_an_interruption_says_what_goes_on_later(
     assert cli.run([command, "model"]) == 130
     said = capsys.readouterr().err
     assert said.startswith("interrupted; existing files are as they were")
-    assert ("a long calibration goes on" in said) == goes_on
+    assert ("a long run goes on" in said) == goes_on

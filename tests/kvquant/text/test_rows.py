@@ -41,8 +41,7 @@ def test_no_data_means_the_help_topics_and_says_so(read):
     assert text == " ".join(topics.values())
     assert len(text) > 300_000
     assert read.said == [
-        "no data given: calibrating on Python's help topics; text like your own traffic is better "
-        "(--data)"
+        "no data given: reading Python's help topics; text like your own traffic is better (--data)"
     ]
 
 
