@@ -34,19 +34,41 @@ def attend_reference(
     values, first_value = read(stored.values, stored)
     start = max(first, first_value)
     keys, values = keys[:, :, start - first :], values[:, :, start - first_value :]
-    rows, heads, new, _ = query.shape
-    kv_heads = keys.shape[1]
-    grouped = query.to(dtype).view(rows, kv_heads, heads // kv_heads, new, -1)
-    scores = torch.einsum("rhgqd,rhkd->rhgqk", grouped, keys.to(dtype)) * scaling
+    parts = []
+    # One by one, so that what a query does not see cannot reach it: zero times NaN is NaN.
+    for number in range(query.shape[2]):
+        seen_by = slice(stored.first_seen(number) - start, stored.past + number + 1 - start)
+        part = _attend_one(
+            query[:, :, number].to(dtype),
+            keys[:, :, seen_by].to(dtype),
+            values[:, :, seen_by].to(dtype),
+            scaling,
+            softcap,
+            None if sinks is None else sinks.to(dtype),
+        )
+        parts.append(part)
+    return torch.stack(parts, dim=2)
+
+
+def _attend_one(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """A query ``[rows, heads, key_dim]`` that sees all of `keys` and `values`."""
+    rows, kv_heads, tokens, _ = keys.shape
+    grouped = query.reshape(rows, kv_heads, -1, query.shape[-1])
+    scores = torch.einsum("rhgd,rhkd->rhgk", grouped, keys) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen(stored, start, query.device), -torch.inf)
     if sinks is not None:
-        logits = sinks.to(dtype).view(1, kv_heads, heads // kv_heads, 1, 1)
-        scores = torch.cat((scores, logits.expand(*scores.shape[:-1], 1)), dim=-1)
-    weights = scores.softmax(-1)[..., : keys.shape[2]]
-    out = torch.einsum("rhgqk,rhkd->rhgqd", weights, values.to(dtype))
-    return out.reshape(rows, heads, new, -1)
+        logits = sinks.view(1, kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, logits), dim=-1)
+    weights = scores.softmax(-1)[..., :tokens]
+    return torch.einsum("rhgk,rhkd->rhgd", weights, values).flatten(1, 2)
 
 
 def read(runs: tuple[Run, ...], stored: StoredRows) -> tuple[torch.Tensor, int]:

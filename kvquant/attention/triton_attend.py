@@ -222,6 +222,8 @@ def _attend(
     VALUE: tl.constexpr = SHAPE.values
     queries = folded_queries(query, asking, SHAPE) if KEYS else exact_queries(asking, KEY)
     state = nothing(VALUES, SHAPE)
+    # Whether a lane may not see what another one does.
+    PARTIAL: tl.constexpr = SHAPE.several and (SHAPE.windowed or not (KEYS or VALUES))
     for at in tl.range(tokens.begin, tokens.end, TOKENS, num_stages=SHAPE.stages):
         index = at + tl.arange(0, TOKENS)
         # One comparison: what lies before the first token is a large number without its sign.
@@ -238,12 +240,14 @@ def _attend(
         else:
             tile = exact_tile(stored.exact_keys, token, there, KEY)
             scores = product(queries, tl.trans(tile), SHAPE) * asking.factor
-        scores = _masked(scores, token, there, asking, KEYS or VALUES, SHAPE)
+        seen = _seen(token, there, asking, KEYS or VALUES, SHAPE)
+        scores = tl.where(seen, _capped(scores, asking, SHAPE), float("-inf"))
         if VALUES:
-            state = add_coded(state, scores, stored.coded_values, at, there, TOKENS, SHAPE)
+            values = stored.coded_values
+            state = add_coded(state, scores, seen, values, at, there, TOKENS, PARTIAL, SHAPE)
         else:
             tile = exact_tile(stored.exact_values, token, there, VALUE)
-            state = add_exact(state, scores, tile, TOKENS, SHAPE)
+            state = add_exact(state, scores, seen, tile, TOKENS, PARTIAL, SHAPE)
     held = asking.lane < asking.count
     tl.store(found.tops + found.place * 2, state.top - LIFT, mask=held)
     tl.store(found.tops + found.place * 2 + 1, tl.sum(state.total, 1), mask=held)
@@ -251,15 +255,21 @@ def _attend(
 
 
 @triton.jit
-def _masked(scores, token, there, asking, PAST: tl.constexpr, SHAPE: tl.constexpr):
-    """Scores to the base of 2; of tokens that a lane does not see, minus infinity."""
+def _capped(scores, asking, SHAPE: tl.constexpr):
+    """Scores to the base of 2."""
     if SHAPE.softcapped:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         power = tl.exp2(scores * (2.0 * _LOG2E / asking.softcap))
         scores = (1.0 - 2.0 / (power + 1.0)) * (asking.softcap * _LOG2E)
+    return scores
+
+
+@triton.jit
+def _seen(token, there, asking, PAST: tl.constexpr, SHAPE: tl.constexpr):
+    """Which tokens each lane sees, ``[lanes, tokens]`` or, where all see the same, ``[1, tokens]``."""
     seen = there[None, :]
     if not PAST:
         seen = seen & (token[None, :] <= asking.newest[:, None])
     if SHAPE.windowed:
         seen = seen & (token[None, :] > asking.oldest[:, None])
-    return tl.where(seen, scores, float("-inf"))
+    return seen

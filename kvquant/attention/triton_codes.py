@@ -11,6 +11,7 @@ to a row::
 Codes are centred on the middle of their range: 4 bits on 8, 8 bits on 128. No integer is converted,
 which GPUs do slowly: the bits of a code become the low bits of a float16 of fixed exponent. An
 e4m3 code becomes a float16 of 2^-8 its value, as the exponents are biased by 7 and 15 (`GAIN`).
+NaN of e4m3 would be 480, and is looked for where no scale beside it is NaN.
 """
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -72,26 +73,31 @@ def load_words(row, there, SLOT: tl.constexpr):
 def codes_of(words, part: tl.constexpr, SLOT: tl.constexpr, SHAPE: tl.constexpr):
     """Codes in `words` that are number `part`, centred, float16."""
     KIND: tl.constexpr = SLOT.kind
+    SCALED: tl.constexpr = SLOT.scaled
     if SHAPE.ptx:
-        PTX: tl.constexpr = ptx_of(part, KIND)
+        PTX: tl.constexpr = ptx_of(part, KIND, SCALED)
         return tl.inline_asm_elementwise(
             PTX, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         if byte_of(part, KIND) == 1:
             words = words >> 8
-        return _codes_of_bytes(words, part, KIND)
+        return _codes_of_bytes(words, part, KIND, SCALED)
 
 
 @triton.jit
-def _codes_of_bytes(words, part: tl.constexpr, KIND: tl.constexpr):
+def _codes_of_bytes(words, part: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr):
     """Codes in the lower bytes of `words`, one by one."""
     if KIND == "int8":
         return ((words & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
     elif KIND == "e5m2":
         return (words << 8).to(tl.float16, bitcast=True)
     elif KIND == "e4m3":
-        return (((words & 0x80) << 8) | ((words & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        bits = (words & 0x7F) << 7
+        if not SCALED:
+            # What reaches the next bit makes the exponent that of NaN.
+            bits = bits | ((bits + 0x80) & 0x4000)
+        return (((words & 0x80) << 8) | bits).to(tl.float16, bitcast=True)
     elif part % 2 == 1:
         return ((words & 0xF0) | 0x6400).to(tl.float16, bitcast=True) * 0.0625 - 72.0
     else:
@@ -99,7 +105,7 @@ def _codes_of_bytes(words, part: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.constexpr_function
-def ptx_of(part: int, KIND: str) -> str:
+def ptx_of(part: int, KIND: str, SCALED: bool) -> str:
     """What `_codes_of_bytes` does, for a register with two words.
 
     Left to themselves, compilers take words apart to shift and mask them.
@@ -110,7 +116,8 @@ def ptx_of(part: int, KIND: str) -> str:
     shift = "shl" if is_float else "shr"
     moved = f"{shift}.b32 t, $1, 8;" if byte != is_float else "mov.b32 t, $1;"
     # lop3 with 0xEA: (first & second) | third.
-    return f"{{ .reg .b32 t, u, v; {moved} {_UNPACKED[KIND, part % 2]} }}"
+    marked = _NAN if KIND == "e4m3" and not SCALED else ""
+    return f"{{ .reg .b32 t, u, v; {moved} {_UNPACKED[KIND, part % 2]} {marked} }}"
 
 
 _INT8 = (
@@ -118,6 +125,7 @@ _INT8 = (
     "mov.b32 u, 0x64806480; sub.rn.f16x2 $0, t, u;"  # 1152
 )
 _E4M3 = "and.b32 u, t, 0x7F007F00; shr.b32 u, u, 1; lop3.b32 $0, t, 0x80008000, u, 0xEA;"
+_NAN = "add.u32 v, u, 0x00800080; lop3.b32 $0, v, 0x40004000, $0, 0xEA;"  # after _E4M3
 _E5M2 = "and.b32 $0, t, 0xFF00FF00;"
 _UNPACKED = {
     ("int4", 0): "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;"

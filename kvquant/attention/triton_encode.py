@@ -2,7 +2,8 @@
 
 All operations are those of docs/schemes.md in its order, each rounded by itself: products and sums
 are not fused, division is IEEE division, numbers are rounded by adding a large one, and 8-bit
-floats are made from bits.
+floats are made from bits. Those of a NaN are not the reference's. Left alone, `tl.max` and the like
+pass over NaN; the one that arithmetic makes on a GPU is all ones, and would wrap around.
 
 A token is a tile of two halves, which is how 4-bit codes share bytes. With a rotation of m
 butterflies and a core of order c (without one, m = 2 and c is half the channels)::
@@ -23,6 +24,8 @@ import triton.language as tl
 
 # Added and subtracted, it rounds numbers below 2^22 to whole ones, halves to even.
 _WHOLE = tl.constexpr(12582912.0)
+
+_ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @dataclass(frozen=True)
@@ -200,13 +203,15 @@ def _log2(number: int) -> int:
 @triton.jit
 def _steps(numbers, held, AXIS: tl.constexpr, FORM: tl.constexpr):
     """Numbers in steps of their scale, not yet rounded; scale and middle as kept."""
+    # NaN where one of them is NaN or infinite, else 0.
+    nan = tl.sum(tl.where(held, numbers, 0.0) * 0.0, AXIS)
     if FORM.symmetric:
-        reach = tl.max(tl.abs(tl.where(held, numbers, 0.0)), AXIS)
+        reach = tl.max(tl.abs(tl.where(held, numbers, 0.0)), AXIS) + nan
         kept, divisor = _round_up(tl.div_rn(reach, FORM.most), FORM)
         center = kept
     else:
         low = tl.min(tl.where(held, numbers, float("inf")), AXIS)
-        high = tl.max(tl.where(held, numbers, float("-inf")), AXIS)
+        high = tl.max(tl.where(held, numbers, float("-inf")), AXIS) + nan
         center, middle = _nearest(low * 0.5 + high * 0.5 + 0.0, FORM)
         reach = tl.maximum(high - middle, middle - low)
         kept, divisor = _round_up(tl.div_rn(reach, FORM.most / 2), FORM)
@@ -222,9 +227,9 @@ def _steps(numbers, held, AXIS: tl.constexpr, FORM: tl.constexpr):
 def _round_up(numbers, FORM: tl.constexpr):
     """The smallest numbers of the scales' format that are no less: as kept, and in float32."""
     if FORM.kept == "bf16":
-        return _upper_half(numbers.to(tl.int32, bitcast=True) + 0xFFFF)
+        return _upper_half(numbers, 0xFFFF)
     elif FORM.kept == "fp16":
-        numbers = tl.minimum(numbers, 65504.0)
+        numbers = tl.minimum(numbers, 65504.0, propagate_nan=_ALL)
         nearest = numbers.to(tl.float16)
         above = (nearest.to(tl.int16, bitcast=True) + 1).to(tl.float16, bitcast=True)
         kept = tl.where(nearest.to(tl.float32) < numbers, above, nearest)
@@ -237,29 +242,39 @@ def _round_up(numbers, FORM: tl.constexpr):
 def _nearest(numbers, FORM: tl.constexpr):
     """The nearest numbers of the scales' format, halves to even: as kept, and in float32."""
     if FORM.kept == "bf16":
-        bits = numbers.to(tl.int32, bitcast=True)
-        return _upper_half(bits + 0x7FFF + ((bits >> 16) & 1))
+        odd = (numbers.to(tl.int32, bitcast=True) >> 16) & 1
+        return _upper_half(numbers, 0x7FFF + odd)
     elif FORM.kept == "fp16":
-        kept = tl.minimum(tl.maximum(numbers, -65504.0), 65504.0).to(tl.float16)
+        kept = _clamped(numbers, 65504.0).to(tl.float16)
         return kept, kept.to(tl.float32)
     else:
         return numbers, numbers
 
 
 @triton.jit
-def _upper_half(bits):
-    """The bfloat16 in the upper half of `bits`, and the same in float32."""
+def _upper_half(numbers, added):
+    """The bfloat16 in the upper half of bits to which some are added, and the same in float32."""
+    bits = tl.where(numbers == numbers, numbers.to(tl.int32, bitcast=True) + added, 0x7FC00000)
     kept = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return kept, (bits & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
+def _clamped(numbers, most):
+    """Numbers of at most `most` in magnitude; NaN stays NaN."""
+    return tl.minimum(tl.maximum(numbers, -most, propagate_nan=_ALL), most, propagate_nan=_ALL)
+
+
+@triton.jit
 def _codes(steps, held, FORM: tl.constexpr):
-    """Codes as they are stored, int32; 0 where there is no channel."""
+    """Codes as they are stored, int32; 0 where there is no channel.
+
+    `tl.maximum` of NaN and the lowest code of an integer format is that code.
+    """
     if FORM.name == "fp8_e4m3":
-        codes = _float8(tl.minimum(tl.maximum(steps, -FORM.most), FORM.most), 3, 7)
+        codes = _float8(_clamped(steps, FORM.most), 3, 7)
     elif FORM.name == "fp8_e5m2":
-        codes = _float8(tl.minimum(tl.maximum(steps, -FORM.most), FORM.most), 2, 15)
+        codes = _float8(_clamped(steps, FORM.most), 2, 15)
     elif FORM.symmetric:
         offset = 8 if FORM.name == "int4" else 128
         whole = tl.minimum(tl.maximum(steps, -FORM.most), FORM.most) + _WHOLE - _WHOLE
@@ -272,7 +287,7 @@ def _codes(steps, held, FORM: tl.constexpr):
 
 @triton.jit
 def _float8(numbers, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Bits of the nearest 8-bit floats, halves to even, of numbers within their range."""
+    """Bits of the nearest 8-bit floats, halves to even, of numbers within their range, or NaN."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     bits = numbers.to(tl.int32, bitcast=True)
     sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
@@ -281,7 +296,8 @@ def _float8(numbers, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     # Below the smallest normal number the steps are equal.
     steps = tl.abs(numbers) * 2.0 ** (BIAS - 1 + MANTISSA) + _WHOLE
     small = steps.to(tl.int32, bitcast=True) & 0xFF
-    return sign | tl.where(bits < ((128 - BIAS) << 23), small, normal)
+    code = tl.where(bits < ((128 - BIAS) << 23), small, normal)
+    return sign | tl.where(bits > 0x7F800000, 0x7F, code)
 
 
 @triton.jit

@@ -142,7 +142,7 @@ def plan(query: torch.Tensor, stored: StoredRows, softcapped: bool = False) -> P
     windowed = stored.window is not None
     shape = _shape(
         *(keys.shape, values.shape, span.coded_slot, pairs, whole),
-        *(windowed, softcapped, query.itemsize),
+        *(query.shape[2] > 1, windowed, softcapped, query.itemsize),
     )
     groups, lanes = query.shape[0] * kv_heads, query.shape[1] // kv_heads * query.shape[2]
     most = _programs(shape, query.device) // (groups * -(-lanes // shape.lanes))
@@ -157,6 +157,7 @@ def _shape(
     mixed: str,
     pairs: int,
     whole: bool,
+    several: bool,
     windowed: bool,
     softcapped: bool,
     itemsize: int,
@@ -170,6 +171,7 @@ def _shape(
         tokens=_tile(_tokens(keys, values, itemsize, pairs), keys.group),
         exact_tokens=_tile(_EXACT_TOKENS, keys.group),
         pairs=pairs,
+        several=several,
         windowed=windowed,
         softcapped=softcapped,
         half=itemsize == 2,

@@ -54,6 +54,7 @@ class Shape:
         tokens: Tokens of a tile of codes.
         exact_tokens: Tokens of a tile with exact keys or values.
         pairs: Rotary pairs with a mean that turns, rounded up to 16.
+        several: Whether there are queries of several tokens, which see different ones.
         windowed: Whether a window hides old tokens.
         softcapped: Whether scores are capped.
         half: Whether products are of float16.
@@ -69,6 +70,7 @@ class Shape:
     tokens: int
     exact_tokens: int
     pairs: int
+    several: bool
     windowed: bool
     softcapped: bool
     half: bool

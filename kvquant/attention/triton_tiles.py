@@ -75,7 +75,9 @@ def folded_queries(query, asking, SHAPE: tl.constexpr):
         rows = query.folded + (place * KEY.dim)[:, None] + channel[None, :]
         tile = tl.load(rows, mask=real, other=0.0)
         parts = parts + (tile,)  # noqa: RUF005
-        norm = tl.maximum(norm, tl.max(tl.max(tl.abs(tile), 1), 0))
+        sizes = tl.abs(tile)
+        sizes = tl.where(sizes < float("inf"), sizes, 0.0)  # one lane's infinity is not all lanes'
+        norm = tl.maximum(norm, tl.max(tl.max(sizes, 1), 0))
     total = tl.load(query.facts + place * 2, mask=held, other=0.0)
     mean = tl.load(query.facts + place * 2 + 1, mask=held, other=0.0)
     # A power of two, so that dividing by it is exact.
@@ -258,12 +260,47 @@ def _weights(state, scores):
     return top, tl.exp2(state.top - top), tl.exp2(scores - (top - LIFT)[:, None])
 
 
+# What a lane does not see must not reach it as zero times NaN, or times infinity. Where lanes see
+# different tokens (`PARTIAL`), values that are no numbers are left out of the sums, which become NaN
+# where they were seen.
+
+
 @triton.jit
-def add_exact(state, scores, tile, TOKENS: tl.constexpr, SHAPE: tl.constexpr):
+def _split(tile):
+    """A tile with 0 for what is no number, and 1 in place of that."""
+    real = tile * 0.0 == 0.0
+    return tl.where(real, tile, 0.0), tl.where(real, 0.0, 1.0).to(tl.float16)
+
+
+@triton.jit
+def _spoilt(sums, seen, wrong):
+    """`sums`, but NaN where a lane sees something `wrong`."""
+    found = tl.dot(tl.where(seen, 1.0, 0.0).to(tl.float16), wrong)
+    return tl.where(found > 0.0, float("nan"), sums)
+
+
+@triton.jit
+def _scaled(weights, numbers, seen, PARTIAL: tl.constexpr):
+    """Weights times numbers of their tokens."""
+    weights *= numbers[None, :]
+    if PARTIAL:
+        weights = tl.where(seen, weights, 0.0)
+    return weights
+
+
+@triton.jit
+def add_exact(
+    state, scores, seen, tile, TOKENS: tl.constexpr, PARTIAL: tl.constexpr, SHAPE: tl.constexpr
+):
     """Attention over the tokens of `state` and those of a tile of exact values."""
     top, shrink, weights = _weights(state, scores)
     total = state.total * shrink[:, None] + _columns(weights, TOKENS, SHAPE)
-    sums = added_product(weights, tile, state.sums[0] * shrink[:, None], SHAPE)
+    if PARTIAL:
+        tile, wrong = _split(tile)
+        sums = added_product(weights, tile, state.sums[0] * shrink[:, None], SHAPE)
+        sums = _spoilt(sums, seen, wrong)
+    else:
+        sums = added_product(weights, tile, state.sums[0] * shrink[:, None], SHAPE)
     return Softmax(top, total, state.middle, state.unit, (sums,))
 
 
@@ -271,14 +308,17 @@ def add_exact(state, scores, tile, TOKENS: tl.constexpr, SHAPE: tl.constexpr):
 def add_coded(
     state,
     scores,
+    seen,
     values,
     at,
     there,
     TOKENS: tl.constexpr,
+    PARTIAL: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
     """Attention over the tokens of `state` and those of coded values from `at` on."""
     VALUE: tl.constexpr = SHAPE.values
+    MAY_BE_NAN: tl.constexpr = PARTIAL and (VALUE.kind == "e4m3" or VALUE.kind == "e5m2")
     PARTS: tl.constexpr = parts_of(VALUE.kind, VALUE.word)
     words = _words(values, at, there, TOKENS, VALUE)
     top, shrink, weights = _weights(state, scores)
@@ -287,17 +327,23 @@ def add_coded(
     if VALUE.scaled:
         scale, middles = _ranges(values, at, there, TOKENS, VALUE)
         if VALUE.middle:
-            own = _columns(weights * middles[None, :], TOKENS, SHAPE)
+            own = _columns(_scaled(weights, middles, seen, PARTIAL), TOKENS, SHAPE)
             middle = middle * shrink[:, None] + own
         unit = tl.maximum(unit, tl.max(scale, 0))
         whole = tl.where(unit > 0, unit, 1.0)
-        weights *= (scale / whole)[None, :]
+        weights = _scaled(weights, scale / whole, seen, PARTIAL)
         shrink *= state.unit / whole
     sums = ()
     for part in tl.static_range(PARTS):
         codes = codes_of(words, part, VALUE, SHAPE)
         earlier = state.sums[part] * shrink[:, None]
-        sums = sums + (_added_codes(weights, codes, earlier, True, SHAPE),)  # noqa: RUF005
+        if MAY_BE_NAN:
+            codes, wrong = _split(codes)
+            added = _added_codes(weights, codes, earlier, True, SHAPE)
+            added = _spoilt(added, seen, wrong)
+        else:
+            added = _added_codes(weights, codes, earlier, True, SHAPE)
+        sums = sums + (added,)  # noqa: RUF005
     return Softmax(top, total, middle, unit, sums)
 
 

@@ -18,7 +18,8 @@ _UNSTEADY = {"dynamic", "longrope"}
 class RotaryAngles:
     """A table that grows with the longest position, in pages that are always computed whole.
 
-    Whole pages make the numbers of a position the same however calls were cut.
+    Whole pages make the numbers of a position the same however calls were cut. Threads that serve
+    copies of a cache share a table: a longer one takes its place when it is complete.
     """
 
     def __init__(
@@ -34,22 +35,26 @@ class RotaryAngles:
         self._embed = embed
         self._layout = layout
         self._device = device
-        self._cos = torch.empty(0, layout.width // 2, device=device)
-        self._sin = torch.empty(0, layout.width // 2, device=device)
+        empty = torch.empty(0, layout.width // 2, device=device)
+        self._table = empty, empty
 
     def __call__(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of at least the first `count` positions."""
-        held = self._cos.shape[0]
+        cos, sin = table = self._table
+        held = len(cos)
         if held < count:
             # Doubling: the table is copied a few times, not once a page.
             pages = [self._page(start) for start in range(held, max(count, 2 * held), _PAGE)]
-            self._cos = torch.cat([self._cos, *(cos for cos, _ in pages)])
-            self._sin = torch.cat([self._sin, *(sin for _, sin in pages)])
-        return self._cos, self._sin
+            table = (
+                torch.cat([cos, *(page for page, _ in pages)]),
+                torch.cat([sin, *(page for _, page in pages)]),
+            )
+            self._table = table
+        return table
 
     def nbytes(self) -> int:
         """Bytes held."""
-        return 2 * self._cos.numel() * self._cos.element_size()
+        return sum(part.numel() * part.element_size() for part in self._table)
 
     def _page(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():

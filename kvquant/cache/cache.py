@@ -18,25 +18,29 @@ from kvquant.scales import KVScales
 from kvquant.scheme import QuantScheme
 
 from .build import Plan, build_layers
-from .choose import choose_backend, choose_scheme, find_scales
-from .companions import check_state_crop, crop_state, state_nbytes
+from .choose import check_adapters, choose_backend, choose_scheme, find_scales
+from .companions import check_state_crop, crop_state, forget_state, keeps_state, state_nbytes
+from .hook import install_hook
 from .layer import QuantizedLayer
 from .ledger import Sources, TokenLedger
 from .padding import check_goes_on, read_mask
 from .transformers_compat import (
-    by_name,
-    cache_of_call,
-    restore_attention,
     tokens_to_remove,
     use_attention,
 )
-from .workspace import Workspace
-
-_HOOKED = "_kvquant_cache_hook"
+from .workspace import Workspace, outside_inference_mode
 
 
 class QuantizedCache(Cache):  # type: ignore[misc]
     """A quantized KV cache that `generate()` and `forward` take like any other.
+
+    A call that fails or is interrupted leaves the cache as it was, or in a state in which it
+    refuses everything but `reset`. When the model's decoder has returned, the call is in the cache
+    (`get_seq_length` tells): if its head or a sampler fails after that, do not repeat the call.
+
+    On an accelerator, a call of one token is taken for a decode step: its token is real whatever
+    the mask says, and its position the one after the last. Looking would stall the device. Padding
+    and positions that jump belong into calls of two tokens or more.
 
     Example:
         >>> cache = QuantizedCache.from_model(model, scheme="int4", scales="ft-scales")
@@ -71,6 +75,8 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         self.plan = plan
         self._ledger = ledger
         self._workspace = workspace
+        self._keeps_state = any(map(keeps_state, layers))
+        self._is_masked_unasked = False
 
     @classmethod
     def from_model(
@@ -92,6 +98,9 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         attention: str = "auto",
     ) -> QuantizedCache:
         """An empty cache for `model`, and a hook on its decoder that tells it about padding.
+
+        The cache is for this model: through PEFT or compiled, too, and for deep copies that are
+        made of it from now on, which have the hook; another instance's calls are refused.
 
         The model attends with ``attn_implementation="kvquant"`` from then on, if it would use
         ``sdpa`` (or knows nothing but ``eager``): that reads the codes of this cache, and does
@@ -125,6 +134,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             InputError: Neither scheme nor scales, or something else that cannot be used.
         """
         check_model(model)
+        check_adapters(model)
         geometry = CacheGeometry.from_config(model.config)
         found = find_scales(model, scales, geometry, tokenizer, force)
         changes = {
@@ -145,7 +155,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         layers_made = build_layers(plan, ledger, workspace, offloading)
         if not all(map(plan.why_always_dequantized, geometry.attention_layers)):
             use_attention(decoder)
-        _install_hook(decoder)
+        install_hook(decoder)
         return cls(layers_made, plan, ledger, workspace, offloading)
 
     def __repr__(self) -> str:
@@ -176,30 +186,43 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         memo.update({id(it): it for it in shared})
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        with outside_inference_mode():
+            twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
-    def begin_call(self, call: dict[str, Any], is_compiled: bool = False) -> None:
+    def begin_call(
+        self, call: dict[str, Any], is_compiled: bool = False, tells_end: bool = False
+    ) -> None:
         """Notes padding and positions of a forward call that begins; the hook calls it.
 
         Args:
             call: Arguments of the decoder, by name.
             is_compiled: Whether the decoder is compiled: it gets tensors, not handles.
+            tells_end: Whether `end_call` follows, so that a call that failed can be told by that.
 
         Raises:
             InputError: The call cannot be served from this cache.
         """
         if call.get("use_cache") is False:
-            raise InputError("use_cache=False and a cache contradict each other: drop one of them")
-        tokens = call.get("input_ids")
-        tokens = call["inputs_embeds"] if tokens is None else tokens
-        batch, count = tokens.shape[:2]
+            raise InputError(
+                "use_cache=False and a cache contradict each other: drop one of them, or pass "
+                "use_cache=True if the model's config says False"
+            )
         self._forget_failed_call()
+        tokens = call.get("input_ids")
+        tokens = call.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            return  # the model says so itself
+        batch, count = tokens.shape[:2]
         positions, mask = call.get("position_ids"), call.get("attention_mask")
+        if tokens.is_meta:
+            positions = mask = None  # nothing to look at
         if positions is not None and positions.dim() != 2:
             positions = None  # several dimensions: no layer of such a model turns its mean
         check_goes_on(count, self._ledger.slots, positions if mask is None else None)
         real = read_mask(mask, batch, count, self._ledger, self.plan.backend is None)
+        self._ledger.check_batch(batch)
+        self._ledger.is_torn = True
         self.plan.is_compiled = is_compiled
         for layer in self._quantized():
             layer.store_pending()  # as the ledger knows its tokens now
@@ -207,6 +230,22 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         if sources is not None:
             for layer in self._quantized():
                 layer.regroup(sources)
+        self._is_masked_unasked = False
+        self._ledger.is_open = tells_end
+        # Kernels move a recurrent state without telling.
+        self._ledger.is_torn = tells_end and self._keeps_state
+
+    def end_call(self) -> None:
+        """Notes that the decoder is through with the call that began; the hook calls it."""
+        self._ledger.is_open = self._ledger.is_torn = False
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As Transformers' cache; a model that asks without `begin_call` has not got the hook."""
+        ledger = self._ledger
+        if not ledger.is_open and ledger.slots == self.get_seq_length():
+            self._is_masked_unasked = True
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def update(
         self,
@@ -218,8 +257,11 @@ class QuantizedCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `QuantizedLayer.update`, of the layer `layer_idx`.
 
+        Called by hand, without `begin_call`, it takes all tokens for real.
+
         Raises:
             GeometryError: Not what the config of the cache's model promised.
+            InputError: A model calls that is not the cache's, or an earlier call was cut off.
         """
         self.geometry.check_tensors(
             layer_idx,
@@ -228,6 +270,14 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             whose="the model that the cache was made for",
             advice="make the cache from the model that it is used with",
         )
+        if self._is_masked_unasked:
+            self._ledger.is_torn |= self._keeps_state  # which may have moved already
+            self._is_masked_unasked = False
+            raise InputError(
+                "the model that calls does not tell this cache about padding: it is another "
+                "instance than the cache was made from, or the hook was removed. Make the cache "
+                "with from_model(...) of the model that it is used with"
+            )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
@@ -250,31 +300,58 @@ class QuantizedCache(Cache):  # type: ignore[misc]
                 layer.check_crop(count, counts)
             else:
                 check_state_crop(layer, count)
+        self._ledger.is_torn = True
         for layer in self.layers:
             if isinstance(layer, QuantizedLayer):
                 layer.crop_groups(count, counts)
             else:
                 crop_state(layer, count)
         self._ledger.crop(count)
+        self._ledger.is_torn = False
 
     def reset(self) -> None:
         """Empties the cache and gives its memory back."""
-        super().reset()
-        self._ledger.reset()
+        self._ledger.is_torn = True
+        for layer in self.layers:
+            if isinstance(layer, QuantizedLayer):
+                layer.reset()
+            else:
+                forget_state(layer)
         self._workspace.release()
+        self._is_masked_unasked = False
+        self._ledger.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes row i what row ``beam_idx[i]`` was."""
+        """Makes row i what row ``beam_idx[i]`` was.
+
+        Raises:
+            InputError: A row that is not there, or the cache holds part of a forward pass.
+        """
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices`."""
+        """Keeps the rows `indices`: their numbers, negative ones from the end, or a bool for each.
+
+        Of no rows, nothing is left to go on with but `reset`.
+
+        Raises:
+            InputError: A row that is not there, or the cache holds part of a forward pass.
+        """
         if indices.dtype == torch.bool:
+            if self._ledger.slots and indices.shape != (self._ledger.batch,):
+                raise InputError(
+                    f"bools {list(indices.shape)} cannot choose among {self._ledger.batch} rows"
+                )
             indices = indices.nonzero()[:, 0]
-        self._select(indices)
+        self._select(indices.cpu())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times."""
+        """Repeats each row `repeats` times.
+
+        Raises:
+            InputError: The cache holds part of a forward pass.
+        """
+        self._forget_failed_call()
         rows = torch.arange(self._ledger.batch)
         self._select(rows.repeat_interleave(repeats))
 
@@ -312,10 +389,12 @@ class QuantizedCache(Cache):  # type: ignore[misc]
             tokenizer: Its tokenizer; `load` refuses another one, and another chat template.
 
         Raises:
-            InputError: An empty cache, one of another model, or a place that cannot be written.
+            InputError: An empty cache, one of another model, one that holds part of a forward
+                pass, or a place that cannot be written.
         """
         from .prefix import save_prefix
 
+        self._forget_failed_call()
         save_prefix(self, path, model, tokenizer)
 
     @classmethod
@@ -371,22 +450,27 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         """Forgets tokens that were announced, but that no layer has stored.
 
         Raises:
-            InputError: Some layers have.
+            InputError: Some layers have, or something else was cut off.
         """
         lengths = {layer.cumulative_length for layer in self._quantized()}
         if len(lengths) > 1:
             raise InputError(
-                f"layers hold {min(lengths)} to {max(lengths)} tokens: a forward pass was cut off. "
-                "reset() the cache and start again"
+                f"layers hold {min(lengths)} to {max(lengths)} tokens of {self._ledger.slots}: a "
+                "forward pass was cut off. reset() the cache and start again"
             )
+        self._ledger.check_whole()
+        self._ledger.is_open = False
         if any(layer.is_initialized for layer in self._quantized()):
             self._ledger.crop(self._ledger.slots - lengths.pop())
         else:
             self._ledger.reset()
 
     def _select(self, index: torch.Tensor) -> None:
-        if not self._ledger.batch:
+        self._forget_failed_call()
+        if not self._ledger.slots:
             return
+        index = self._ledger.row_numbers(index)
+        self._ledger.is_torn = True
         for layer in self._quantized():
             layer.store_pending()  # of rows as they were
         sources: Sources = self._ledger.select(index)
@@ -395,30 +479,4 @@ class QuantizedCache(Cache):  # type: ignore[misc]
                 layer.select_rows(index, sources)
             else:
                 layer.reorder_cache(index)
-
-
-def _tell_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tells the quantized cache of a call, if it has one, what the call is about."""
-    call = by_name(module, args, kwargs)
-    cache = cache_of_call(call)
-    if isinstance(cache, QuantizedCache):
-        # Asked here, where a compiler sees it: what it calls does not know.
-        cache.begin_call(call, torch.compiler.is_compiling())
-
-
-def _install_hook(decoder: torch.nn.Module) -> None:
-    """Puts `_tell_cache` on a decoder, once. It holds no cache, so that none outlives its user."""
-    if getattr(decoder, _HOOKED, None) is None:
-        handle = decoder.register_forward_pre_hook(_tell_cache, with_kwargs=True)
-        object.__setattr__(decoder, _HOOKED, handle)
-
-
-def remove_hook(model: Any) -> None:
-    """Takes off what `QuantizedCache.from_model` put on a model's decoder."""
-    check_model(model)
-    decoder = base_model(model).get_decoder()
-    restore_attention(decoder)
-    handle = getattr(decoder, _HOOKED, None)
-    if handle is not None:
-        handle.remove()
-        object.__setattr__(decoder, _HOOKED, None)
+        self._ledger.is_torn = False

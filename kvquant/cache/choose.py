@@ -9,12 +9,33 @@ from typing import Any
 
 import torch
 
-from kvquant.errors import InputError, SchemeError
+from kvquant.errors import AdapterError, InputError, SchemeError
 from kvquant.geometry import CacheGeometry
 from kvquant.presets import preset
 from kvquant.scales import KVScales
 from kvquant.scheme import Granularity, QuantScheme, TensorScheme
 from kvquant.storage import check_belonging, load_scales
+
+_OWN_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
+"""Kinds of adapters whose virtual tokens are keys and values."""
+
+
+def check_adapters(model: Any) -> None:
+    """Makes sure that no active adapter keeps tokens in a cache of its own.
+
+    Raises:
+        AdapterError: One does (prefix tuning and its kin): PEFT then passes over the cache that it
+            is given.
+    """
+    # Such an adapter cannot be active together with others.
+    config = getattr(model, "active_peft_config", None)
+    kind = getattr(getattr(config, "peft_type", None), "value", "")
+    if kind in _OWN_CACHE:
+        raise AdapterError(
+            f"adapter {model.active_adapter} ({kind}) keeps keys and values of its own, which PEFT "
+            "puts in place of the cache that it is given: they cannot be quantized. Use LoRA, or "
+            "prompt tuning"
+        )
 
 
 def find_scales(

@@ -127,7 +127,7 @@ class QuantizedHybridLayer(LinearAttentionLayer, QuantizedLayer):  # type: ignor
     def reset(self) -> None:
         """Forgets all tokens, and the state."""
         QuantizedLayer.reset(self)
-        LinearAttentionLayer.reset(self)
+        forget_state(self)
 
     def crop(self, tokens: int) -> None:
         """As `QuantizedLayer`."""
@@ -171,6 +171,19 @@ class QuantizedHybridLayer(LinearAttentionLayer, QuantizedLayer):  # type: ignor
     def live_nbytes(self) -> int:
         """Bytes of the tokens held, those of the state included."""
         return QuantizedLayer.live_nbytes(self) + state_nbytes(self)
+
+
+def keeps_state(layer: Any) -> bool:
+    """Whether a layer holds something beside keys and values, which the model may move first."""
+    return isinstance(layer, (LinearAttentionLayer, DynamicIndexedLayer))
+
+
+def forget_state(layer: Any) -> None:
+    """Empties a layer of Transformers; its own `reset` keeps recurrent states, filled with 0."""
+    if isinstance(layer, LinearAttentionLayer):
+        LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
+    else:
+        layer.reset()
 
 
 def state_nbytes(layer: Any) -> int:

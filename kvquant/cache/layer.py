@@ -142,20 +142,24 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
             Keys and values of all tokens that can be seen: earlier ones as read from their codes,
             these exactly. Valid until the next layer's update unless gradients are on.
         """
+        ledger = self._ledger
         self._store_pending()
         batch, _, tokens, _ = key_states.shape
         self._expect(batch, tokens, key_states.device)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        ledger.is_torn = True
         self.prefetch()
         past = self._visible_past()
         call = self.pending = Call((key_states, value_states), self.cumulative_length, past)
         self.cumulative_length += tokens
         backend = self._backend() if past and not torch.is_grad_enabled() else None
         if backend is not None:
-            return LayerReading(self, call, backend).handles()
-        read = self.read(KEY, call), self.read(VALUE, call)
-        self._store_pending()
+            read = LayerReading(self, call, backend).handles()
+        else:
+            read = self.read(KEY, call), self.read(VALUE, call)
+            self._store_pending()
+        ledger.is_torn = ledger.is_open  # a decoder's call is whole when the decoder is through
         return read
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -164,11 +168,15 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         self._store_pending()
 
     def _store_pending(self) -> None:
+        if self.pending is None:
+            return
+        ledger = self._ledger
+        was_torn, ledger.is_torn = ledger.is_torn, True
         call, self.pending = self.pending, None
-        if call is not None:
-            with torch.no_grad():
-                for slot, states in enumerate(call.states):
-                    self._append(slot, states, call.start)
+        with torch.no_grad():
+            for slot, states in enumerate(call.states):
+                self._append(slot, states, call.start)
+        ledger.is_torn = was_torn
 
     def read(self, slot: int, call: Call) -> torch.Tensor:
         """What a call sees: earlier tokens from their codes, then its own."""
@@ -382,8 +390,14 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         return sum(store.live_nbytes() for stores in self.stores for store in stores)
 
     def _expect(self, batch: int, tokens: int, device: torch.device) -> None:
-        """Makes sure that the ledger knows about the tokens that come."""
+        """Makes sure that the ledger knows about the tokens that come.
+
+        Raises:
+            InputError: Another number of rows than is held, or an earlier call was cut off.
+        """
         missing = self.cumulative_length + tokens - self._ledger.slots
+        if missing > 0 or not self._ledger.is_open:
+            self._ledger.check_whole()
         if missing > 0:
             # No hook told about this call: no padding, and slots are positions.
             self._ledger.begin(batch, missing, device)

@@ -92,6 +92,9 @@ class TokenLedger:
         slots: Slots filled, padding included.
         groups: Rows by their padding.
         bound: Larger than any position.
+        is_open: Whether a decoder is in the middle of a call, whose end it will tell.
+        is_torn: Whether something is being changed or was when it failed, so that what the layers
+            hold may not fit together.
     """
 
     def __init__(self, keeps_positions: bool) -> None:
@@ -109,6 +112,7 @@ class TokenLedger:
         self.batch = 0
         self.slots = 0
         self.bound = 0
+        self.is_open = self.is_torn = False
         self.groups = [RowGroup()]
         self._found.clear()
         self._positions = TokenBuffer((Field("position", (), torch.int32),), PAGE)
@@ -136,12 +140,7 @@ class TokenLedger:
         Raises:
             InputError: The batch has another number of rows than before.
         """
-        if self.batch not in (0, batch):
-            held = "1 row" if self.batch == 1 else f"{self.batch} rows"
-            raise InputError(
-                f"the cache holds {held}, the call has {batch}: reset() the cache, or use "
-                "batch_select_indices or batch_repeat_interleave"
-            )
+        self.check_batch(batch)
         self.batch = batch
         self._found.clear()
         start, self.slots = self.slots, self.slots + tokens
@@ -151,6 +150,31 @@ class TokenLedger:
                 group.add(start, tokens)
             return None
         return self._split(start, real)
+
+    def check_whole(self) -> None:
+        """Makes sure that nothing that changed the layers was cut off.
+
+        Raises:
+            InputError: It was.
+        """
+        if self.is_torn:
+            raise InputError(
+                "a forward pass, or another change of the cache, was cut off: what its layers hold "
+                "may not fit together. reset() the cache and start again"
+            )
+
+    def check_batch(self, batch: int) -> None:
+        """Makes sure that a call has as many rows as are held.
+
+        Raises:
+            InputError: It has not.
+        """
+        if batch != self.batch and (self.batch or self.slots):
+            held = "1 row" if self.batch == 1 else f"{self.batch} rows"
+            raise InputError(
+                f"the cache holds {held}, the call has {batch}: reset() the cache, or use "
+                "batch_select_indices or batch_repeat_interleave"
+            )
 
     def positions_of(self, group: RowGroup, device: torch.device) -> Positions:
         """Access to the positions of a group's real tokens, until the next call."""
@@ -206,12 +230,35 @@ class TokenLedger:
             group.crop(self.slots)
         return counts
 
+    def row_numbers(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows that `index` names, negative ones from the end, as numbers from 0 on.
+
+        Raises:
+            InputError: A row that is not there. On a device, rows without padding are not looked
+                at: that would stall it.
+        """
+        if index.dim() != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
+            raise InputError(
+                f"rows are given as a list of whole numbers, not as {index.dtype} "
+                f"{list(index.shape)}"
+            )
+        if index.device.type == "cpu" or len(self.groups) > 1:
+            for row in index.tolist():
+                if not -self.batch <= row < self.batch:
+                    raise InputError(f"there is no row {row}: the cache holds {self.batch}")
+        return torch.where(index < 0, index + self.batch, index)
+
     def select(self, index: torch.Tensor) -> Sources:
-        """Makes row i what row ``index[i]`` was; tells where each group comes from."""
+        """Makes row i what row ``index[i]`` was; tells where each group comes from.
+
+        Args:
+            index: As `row_numbers` gives it.
+        """
         self._positions.map(lambda held: held.index_select(0, index.to(held.device)))
         self._found.clear()
         self.batch = index.shape[0]
-        if len(self.groups) == 1:
+        if len(self.groups) == 1 or not self.batch:
+            self._set_groups(self.groups[:1])
             return [(0, index)]
         groups, sources = [], []
         wanted = index.tolist()

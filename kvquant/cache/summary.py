@@ -123,7 +123,7 @@ def _remarks(cache: QuantizedCache) -> list[str]:
     ]
     lines += [*covered_windows(cache.scheme, cache.geometry), *_latent(cache)]
     lines += [*_means(cache), *_unused_ranges(cache)]
-    lines.append(f"attention: {_attention(cache)}")
+    lines.append(f"attention: {attention(cache)}")
     shared = cache.workspace_nbytes()
     if shared:
         lines.append(
@@ -133,7 +133,7 @@ def _remarks(cache: QuantizedCache) -> list[str]:
     return lines
 
 
-def _attention(cache: QuantizedCache) -> str:
+def attention(cache: QuantizedCache) -> str:
     """What attends to which layers."""
     reasons: dict[str, list[int]] = {}
     for index in cache.geometry.attention_layers:

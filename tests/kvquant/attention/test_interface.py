@@ -26,7 +26,8 @@ from kvquant.attention import interface, tiles
 from kvquant.attention.handle import KEY, VALUE, TensorHandle
 from kvquant.attention.reference import attend_reference, seen
 from kvquant.attention.stored import StoredRows
-from kvquant.cache.cache import QuantizedCache, remove_hook
+from kvquant.cache.cache import QuantizedCache
+from kvquant.cache.hook import remove_hook
 
 CPU = torch.device("cpu")
 

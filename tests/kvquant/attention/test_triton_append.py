@@ -14,6 +14,7 @@ import torch
 
 from kvquant.presets import preset
 from kvquant.quantize.codec import Codec
+from kvquant.quantize.packing import FP8
 
 pytest.importorskip("triton")
 
@@ -24,6 +25,7 @@ if __test__:
 
 BOUND = 400
 FILL = 0xA5
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @pytest.fixture(scope="session")
@@ -36,11 +38,13 @@ def is_same(make_case: Callable[..., Any], make_codecs: Callable[..., Any]) -> C
         units: int,
         dtype: torch.dtype = torch.float32,
         by: float = 1.0,
+        spoil: Callable[[torch.Tensor], None] = lambda states: None,
         **fields: Any,
     ) -> bool:
         case = make_case(key=scheme, key_dim=dim, dtype=dtype, **fields)
         codec, _ = make_codecs(case)
         states = states_of(case, units * codec.unit, by)
+        spoil(states)
         generator = torch.Generator().manual_seed(9)
         where = torch.randint(0, BOUND, (case.rows, states.shape[2]), generator=generator)
         targets = buffers(codec, case, units + 5)
@@ -52,11 +56,23 @@ def is_same(make_case: Callable[..., Any], make_codecs: Callable[..., Any]) -> C
         ):
             others = torch.cat((target[:, :, :3], target[:, :, 3 + units :]), dim=2)
             assert bool((others.contiguous().view(torch.uint8) == FILL).all())
-            if not target[:, :, 3 : 3 + units].equal(coded):
+            is_float8 = target is targets[0] and codec.scheme.format.is_float
+            kind = FP8[codec.scheme.format.name] if is_float8 else target.dtype
+            if not is_equal(target[:, :, 3 : 3 + units].contiguous().view(kind), coded.view(kind)):
                 return False
         return True
 
     return compare
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether bits are the same, but for those of NaN."""
+    nan = one.isnan() if one.is_floating_point() else torch.zeros_like(one, dtype=torch.bool)
+    bits, wanted = (
+        it.view(BITS[it.element_size()]).masked_fill(nan, 0) for it in (one, other.contiguous())
+    )
+    is_nan = other.isnan() if other.is_floating_point() else torch.zeros_like(nan)
+    return bool((nan == is_nan).all()) and bits.equal(wanted)
 
 
 def states_of(case: Any, tokens: int, by: float) -> torch.Tensor:
@@ -125,6 +141,50 @@ def test_means(mean: str, layout: str, is_same: Any) -> None:
 @pytest.mark.parametrize("scheme", ["int4-kivi 16", "int8", "fp8", "fp8_e5m2", "fp8 per-head"])
 def test_magnitudes(scheme: str, by: float, is_same: Any) -> None:
     assert is_same(scheme, 32, units=2, by=by)
+
+
+# Numbers that are none
+
+
+def spoil(states: torch.Tensor) -> None:
+    """Writes what is no number, of all kinds, into every other token of the first 16."""
+    nan, inf = torch.nan, torch.inf
+    kinds = ((nan,), (-nan,), (inf,), (-inf,), (inf, -inf), (nan, inf), (nan, -inf), (nan, -nan))
+    for index, kind in enumerate(kinds):
+        for place, number in enumerate(kind):
+            states[0, index % states.shape[1], 2 * index, index + 3 * place] = number
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nan_and_infinity(scheme: str, dtype: torch.dtype, is_same: Any) -> None:
+    units = 2 if " " in scheme and "per" not in scheme else 17
+    assert is_same(scheme, 64, units, dtype=dtype, spoil=spoil)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("scheme", ["int4", "int4-kivi 16", "int8", "fp8", "fp8_e5m2"])
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
+def test_tokens_without_a_number(scheme: str, number: float, is_same: Any) -> None:
+    def fill(states: torch.Tensor) -> None:
+        states[:, 0, :20] = number
+
+    assert is_same(scheme, 33 if scheme.startswith("int8") else 32, units=40, spoil=fill)
+
+
+def test_sums_that_overflow_are_nan(is_same: Any) -> None:
+    def enlarge(states: torch.Tensor) -> None:
+        states[0, 0, 3] = 3e38
+
+    assert is_same("int4", 64, units=5, spoil=enlarge)
+
+
+def test_nan_as_arithmetic_on_a_gpu_makes_it(is_same: Any) -> None:
+    def fill(states: torch.Tensor) -> None:
+        states.view(torch.int32)[0, 1, 2] = 0x7FFFFFFF
+
+    for scheme in ("int4", "int8", "fp8", "int4-kivi 16"):
+        assert is_same(scheme, 32, units=4, spoil=fill)
 
 
 def test_every_8_bit_float_is_rounded_to_nearest(make_case: Any, make_codecs: Any) -> None:

@@ -129,6 +129,22 @@ def test_pages_are_computed_whole_and_once(
     assert angles.nbytes() == held[-1] * 2 * 2 * 4
 
 
+def test_threads_may_let_it_grow_at_once() -> None:
+    """Here the second one comes while the first one computes its page."""
+    expected = RotaryAngles(Counted(), LAYOUT, CPU)(3072)
+    plain, more = Counted(), [2500, 1500]
+
+    def embed(positions: torch.Tensor) -> Any:
+        if more:
+            assert len(angles(more.pop())[0]) >= 1500
+        return plain(positions)
+
+    angles = RotaryAngles(embed, LAYOUT, CPU)
+    for found in (angles(10), angles(3072)):
+        for part, wanted in zip(found, expected, strict=True):
+            assert torch.equal(part, wanted[: len(part)])
+
+
 @pytest.mark.parametrize("family", ["llama", "llama_yarn", "cohere", "gpt_oss"])
 def test_a_position_has_the_same_numbers_however_they_were_asked_for(
     tiny: Callable[..., Any], family: str

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
+from kvquant import QuantizedCache
 from kvquant.cache.choose import choose_scheme
-from kvquant.errors import SchemeError
+from kvquant.errors import AdapterError, SchemeError
 from kvquant.geometry import CacheGeometry, LayerGeometry, LayerKind
 from kvquant.presets import preset
 
@@ -37,3 +40,16 @@ def test_what_is_no_number_or_no_scheme_is_refused(
 def test_layers_are_counted_from_either_end() -> None:
     chosen = choose_scheme("int8", None, {}, {-1: "int4", 0: preset("none")}, GEOMETRY)
     assert dict(chosen.layers) == {0: preset("none"), 1: preset("int4")}
+
+
+def test_an_adapter_with_a_cache_of_its_own_is_refused(tiny: Callable[..., Any]) -> None:
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(tiny("llama"), config)
+    with pytest.raises(AdapterError, match=r"default \(PREFIX_TUNING\) keeps keys and values"):
+        QuantizedCache.from_model(model, "int8")
+
+
+def test_an_adapter_whose_virtual_tokens_are_read_is_not(tiny: Callable[..., Any]) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(tiny("llama"), config)
+    assert QuantizedCache.from_model(model, "int8").get_seq_length() == 0

@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
 
-from kvquant.cache.cache import QuantizedCache, remove_hook
+from kvquant.cache.cache import QuantizedCache
+from kvquant.cache.hook import remove_hook
 from kvquant.cache.transformers_compat import cache_argument
+from kvquant.errors import InputError
 from kvquant.models.adapters import base_model
 
 
@@ -147,13 +149,63 @@ def test_it_can_be_taken_off_and_put_on_again(
     assert len(model.model._forward_pre_hooks) == 1
     remove_hook(model)
     remove_hook(model)
-    assert len(model.model._forward_pre_hooks) == 0
-    forward(model, prompt(), cache, attention_mask=left_padded())
-    assert lengths(cache) == [17], "without it nobody tells of padding"
+    assert len(model.model._forward_pre_hooks) == len(model.model._forward_hooks) == 0
+    with pytest.raises(InputError, match=r"does not tell this cache about padding.*the hook was"):
+        forward(model, prompt(), cache, attention_mask=left_padded())
     again = QuantizedCache.from_model(model, "int8")
     assert len(model.model._forward_pre_hooks) == 1
     forward(model, prompt(), again, attention_mask=left_padded())
     assert lengths(again) == [11, 17]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek", "falcon_h1", "qwen3_next"])
+def test_another_instance_of_the_model_is_refused_as_it_tells_no_padding(
+    tiny: Callable[..., Any], forward: Callable[..., Any], name: str
+) -> None:
+    """Its padding would be stored like text."""
+    model, other = tiny(name), tiny(name)
+    cache = QuantizedCache.from_model(model, "none")
+    given = {"attention_mask": left_padded()}
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"another instance .* from_model\(\.\.\.\) of the"):
+            forward(other, prompt(), cache, **given)
+        assert cache.get_seq_length() == 0
+    if name in ("falcon_h1", "qwen3_next"):  # whose recurrent states have moved
+        with pytest.raises(InputError, match=r"reset\(\) the cache"):
+            forward(model, prompt(), cache, **given)
+        cache.reset()
+    expected = forward(model, prompt(), QuantizedCache.from_model(model, "none"), **given)
+    assert torch.equal(forward(model, prompt(), cache, **given), expected)
+    with pytest.raises(InputError, match="another instance"):
+        forward(other, prompt(2, 3), cache)
+
+
+def test_by_hand_all_tokens_are_real_and_masks_may_be_made_for_announced_ones(
+    tiny: Callable[..., Any], forward: Callable[..., Any]
+) -> None:
+    cache = QuantizedCache.from_model(tiny("llama"), "int8")
+    new = torch.ones(2, 2, 17, 16)
+    cache.update(new, new, 0)
+    assert lengths(cache) == [17]
+    other = tiny("llama")
+    cache = QuantizedCache.from_model(tiny("llama"), "int8")
+    cache.begin_call({"input_ids": prompt(), "attention_mask": left_padded()})
+    forward(other, prompt(), cache, attention_mask=left_padded())
+    assert lengths(cache) == [11, 17]
+
+
+def test_a_deep_copy_of_the_model_has_the_hook_from_the_start(
+    tiny: Callable[..., Any], forward: Callable[..., Any]
+) -> None:
+    model = tiny("llama")
+    cache = QuantizedCache.from_model(model, "int8")
+    twin = copy.deepcopy(model)
+    forward(twin, prompt(), cache, attention_mask=left_padded())
+    assert lengths(cache) == [11, 17]
+    remove_hook(twin)
+    assert len(twin.model._forward_hooks) == 0
+    forward(model, prompt(2, 3), cache, attention_mask=torch.cat([left_padded(), prompt(2, 3)], 1))
+    assert lengths(cache) == [14, 20]
 
 
 @pytest.mark.parametrize("how", ["deep copy", "pickle"])

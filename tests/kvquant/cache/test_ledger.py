@@ -350,6 +350,34 @@ def test_one_group_that_is_left_can_be_selected_from_again() -> None:
     assert groups(ledger) == [(None, [(1, 4)])]
 
 
+@pytest.mark.parametrize("rows", [("abcd", "abcd", "abcd"), (".abc", "abcd", "..ab")])
+def test_rows_may_be_counted_from_the_end(rows: tuple[str, ...]) -> None:
+    ledger = made_of(*rows)
+    assert ledger.row_numbers(torch.tensor([-1, 0, -3, 2])).tolist() == [2, 0, 0, 2]
+    assert ledger.row_numbers(torch.tensor([], dtype=torch.int64)).tolist() == []
+    for wrong in (3, -4):
+        with pytest.raises(InputError, match=f"^there is no row {wrong}: the cache holds 3$"):
+            ledger.row_numbers(torch.tensor([0, wrong]))
+    with pytest.raises(InputError, match=r"whole numbers, not as torch.float32 \[2\]"):
+        ledger.row_numbers(torch.zeros(2))
+    with pytest.raises(InputError, match=r"not as torch.int64 \[1, 2\]"):
+        ledger.row_numbers(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_rows_on_a_device_are_not_looked_at_without_padding() -> None:
+    index = torch.tensor([1, -1], device="meta")
+    assert made_of("abcd", "abcd").row_numbers(index).is_meta
+
+
+@pytest.mark.parametrize("rows", [("abcd", "abcd"), (".abc", "abcd")])
+def test_where_no_row_is_left_no_call_fits(rows: tuple[str, ...]) -> None:
+    ledger = made_of(*rows)
+    ((number, index),) = ledger.select(torch.tensor([], dtype=torch.int64))
+    assert (number, index.tolist(), ledger.batch, ledger.slots) == (0, [], 0, 4)
+    with pytest.raises(InputError, match="holds 0 rows, the call has 2: reset"):
+        ledger.begin(2, 1, CPU)
+
+
 # Against a table of rows and slots
 
 STEPS = st.lists(

@@ -283,6 +283,11 @@ def test_a_prefix_goes_on_with_drafts(
     settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     drafts = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
     given = {cache_argument(model.get_decoder()): cache}
+    if Version(transformers.__version__) < Version("5.24"):
+        # It hands the whole prompt over again; with its own cache, that is other text in silence.
+        with pytest.raises(InputError, match="a prompt begins with what is cached"):
+            model.generate(**whole, **given, **settings, **drafts)
+        return
     found = model.generate(**whole, **given, **settings, **drafts)
     assert torch.equal(found, model.generate(**whole, **settings))
 

@@ -20,7 +20,8 @@ from kvquant.attention import interface, tiles
 from kvquant.attention.handle import KEY, VALUE, TensorHandle
 from kvquant.attention.reference import attend_reference
 from kvquant.attention.stored import StoredRows
-from kvquant.cache.cache import QuantizedCache, remove_hook
+from kvquant.cache.cache import QuantizedCache
+from kvquant.cache.hook import remove_hook
 from kvquant.cache.layer import QuantizedLayer
 from kvquant.cache.ledger import TokenLedger
 from kvquant.cache.transformers_compat import cache_argument
