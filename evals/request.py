@@ -129,7 +129,9 @@ def choose_lengths(
             f"there is noise; use at most {limit:,}"
         )
     for arm in arms:
-        known = arm.scales.provenance.longest_position if arm.scales is not None else 0
+        # Ranges that are computed from what is stored fit any length.
+        is_static = arm.scheme is not None and arm.scheme.is_static
+        known = arm.scales.provenance.longest_position if arm.scales and is_static else 0
         if 0 < known < lengths[-1]:
             notify(
                 f"warning: the scales of {arm.name} were calibrated up to {known:,} tokens, and "

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache
 
 from evals.reading import Reader
 from kvquant import QuantizedCache
 from kvquant.models.adapters import base_model
 
+OLD = Version(transformers.__version__) < Version("5.24")
+"""Versions that cache DeepSeek V3.2 per head."""
 SHARE = {
     "llama": True,
     "gemma2": True,  # sliding
@@ -53,6 +57,8 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", SHARE)
 def test_whose_prefill_can_be_shared(tiny_once: Callable[..., Any], name: str) -> None:
+    if name == "deepseek_v32" and OLD:
+        pytest.skip("this version of Transformers caches DeepSeek V3.2 per head")
     assert Reader(tiny_once(name)).shares_prefill is SHARE[name]
 
 
@@ -61,6 +67,8 @@ def test_whose_prefill_can_be_shared(tiny_once: Callable[..., Any], name: str) -
 def test_a_filled_cache_is_one_that_read_for_itself(
     tiny_once: Callable[..., Any], name: str, scheme: str
 ) -> None:
+    if name == "deepseek_v32" and OLD:
+        pytest.skip("this version of Transformers caches DeepSeek V3.2 per head")
     model, reader = tiny_once(name), Reader(tiny_once(name))
     filled, alone = (QuantizedCache.from_model(model, scheme) for _ in range(2))
     reference = reader.reference()
