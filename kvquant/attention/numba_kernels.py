@@ -77,6 +77,23 @@ def attend(
         ``[rows, heads, new, value_dim]``, in the dtype of `query`; a view of
         ``[rows, new, heads, value_dim]``.
     """
+    out = _attend(query, stored, scaling, softcap, sinks)
+    if stored.new > 1 and bool(out.isnan().any()):
+        # Zero times NaN is NaN: perhaps in a token that is not seen. One by one, none of those is
+        # read.
+        for number in range(stored.new):
+            one, known = slice(number, number + 1), stored.seen_by(number)
+            out[:, :, one] = _attend(query[:, :, one], known, scaling, softcap, sinks)
+    return out
+
+
+def _attend(
+    query: torch.Tensor,
+    stored: StoredRows,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     rows, heads, new, _ = query.shape
     template = _template(query, stored)
     job = AttendJob.from_buffer_copy(template.job)

@@ -57,9 +57,9 @@ def _cap(scores: int, count: int, softcap: float) -> None:
     """``softcap * tanh(score / softcap)``, as ``1 - 2 / (exp(2 x) + 1)``."""
     cap, twice, one = splat(softcap), splat(2.0 / softcap), splat(1.0)
     for index in range(0, count, LANES):
-        # tanh has long been 1 there.
-        power = minimum(load_vector(scores + 4 * index) * twice, splat(80.0))
-        power = exponential(maximum(power, splat(-80.0)))
+        # tanh has long been 1 there. In this order NaN stays NaN.
+        power = minimum(splat(80.0), load_vector(scores + 4 * index) * twice)
+        power = exponential(maximum(splat(-80.0), power))
         store_vector(scores + 4 * index, (one - splat(2.0) / (power + one)) * cap)
 
 

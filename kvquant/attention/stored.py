@@ -12,7 +12,7 @@ in groups of 4 and one new token::
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -79,6 +79,19 @@ class StoredRows:
     window: int | None
     positions: Positions
     bound: int
+
+    def seen_by(self, query: int) -> StoredRows:
+        """What a query of the call sees, as of a call of its own."""
+        stop = self.past + query + 1
+        keys, values = (
+            tuple(
+                replace(run, count=min(run.count, stop - run.first))
+                for run in runs
+                if run.first < stop
+            )
+            for runs in (self.keys, self.values)
+        )
+        return replace(self, keys=keys, values=values, past=stop - 1, new=1)
 
     def first_seen(self, query: int) -> int:
         """Index of the oldest token that a query of the call sees."""

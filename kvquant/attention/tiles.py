@@ -79,6 +79,7 @@ def _attend_some(
             read_range(runs, start, after, stored, query.dtype)
             for runs in (stored.keys, stored.values)
         )
+        keys, values = _without_nan(keys, values)
         kv_heads = keys.shape[1]
         grouped = query.reshape(rows, kv_heads, -1, dim)
         scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scaling)
@@ -98,6 +99,18 @@ def _attend_some(
         means = torch.matmul(shares.reshape(rows, kv_heads, -1, after - start), values)
         sums = sums + means.view(rows, heads, count, -1) * weight
     return (sums / total).to(query.dtype)
+
+
+def _without_nan(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens whose values are no numbers have values of 0, and keys of NaN.
+
+    So they make NaN of queries that see them, and not, as zero times NaN, of others.
+    """
+    wrong = values.sum(-1, keepdim=True, dtype=torch.float32).mul_(0)
+    # Looking at it would stall other devices.
+    if wrong.device.type == "cpu" and not bool(wrong.isnan().any()):
+        return keys, values
+    return keys + wrong.to(keys.dtype), values.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _logits(sinks: torch.Tensor) -> torch.Tensor:
@@ -125,7 +138,8 @@ def _hide(
     if part.dtype == torch.bool:
         scores.masked_fill_(~part, hidden)
     else:
-        scores.add_(part).clamp_(min=hidden)
+        is_hidden = part <= torch.finfo(part.dtype).min  # perhaps minus infinity
+        scores.add_(part).clamp_(min=hidden).masked_fill_(is_hidden, hidden)
 
 
 def read_range(

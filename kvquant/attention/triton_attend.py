@@ -266,7 +266,7 @@ def _capped(scores, asking, SHAPE: tl.constexpr):
 
 @triton.jit
 def _seen(token, there, asking, PAST: tl.constexpr, SHAPE: tl.constexpr):
-    """Which tokens each lane sees, ``[lanes, tokens]`` or, where all see the same, ``[1, tokens]``."""
+    """Which tokens each lane sees, ``[lanes, tokens]``; ``[1, tokens]`` where that is the same."""
     seen = there[None, :]
     if not PAST:
         seen = seen & (token[None, :] <= asking.newest[:, None])

@@ -82,7 +82,7 @@ class Shape:
     def residents(self) -> int:
         """Programs that the registers of a multiprocessor have room for; tests look at them."""
         slots = (self.keys, self.values)
-        is_small = self.half and not self.pairs and self.keys.group == 1
+        is_small = self.half and not self.pairs and not self.several and self.keys.group == 1
         is_small = is_small and all(it.dim == it.pad <= 128 for it in slots)
         # 128 threads: a third of the registers is 168 for each, half of them 255.
         return 3 if is_small and (self.tokens <= 64 or self.values.dim <= 64) else 2

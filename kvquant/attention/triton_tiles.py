@@ -261,8 +261,8 @@ def _weights(state, scores):
 
 
 # What a lane does not see must not reach it as zero times NaN, or times infinity. Where lanes see
-# different tokens (`PARTIAL`), values that are no numbers are left out of the sums, which become NaN
-# where they were seen.
+# different tokens (`PARTIAL`), values that are no numbers are left out of the sums, which become
+# NaN where they were seen.
 
 
 @triton.jit
@@ -295,12 +295,11 @@ def add_exact(
     """Attention over the tokens of `state` and those of a tile of exact values."""
     top, shrink, weights = _weights(state, scores)
     total = state.total * shrink[:, None] + _columns(weights, TOKENS, SHAPE)
+    earlier = state.sums[0] * shrink[:, None]
     if PARTIAL:
         tile, wrong = _split(tile)
-        sums = added_product(weights, tile, state.sums[0] * shrink[:, None], SHAPE)
-        sums = _spoilt(sums, seen, wrong)
-    else:
-        sums = added_product(weights, tile, state.sums[0] * shrink[:, None], SHAPE)
+        earlier = _spoilt(earlier, seen, wrong)
+    sums = added_product(weights, tile, earlier, SHAPE)
     return Softmax(top, total, state.middle, state.unit, (sums,))
 
 
@@ -318,7 +317,8 @@ def add_coded(
 ):
     """Attention over the tokens of `state` and those of coded values from `at` on."""
     VALUE: tl.constexpr = SHAPE.values
-    MAY_BE_NAN: tl.constexpr = PARTIAL and (VALUE.kind == "e4m3" or VALUE.kind == "e5m2")
+    # Codes of e4m3 that have scales are read as numbers.
+    IS_FLOAT: tl.constexpr = VALUE.kind == "e5m2" or (VALUE.kind == "e4m3" and not VALUE.scaled)
     PARTS: tl.constexpr = parts_of(VALUE.kind, VALUE.word)
     words = _words(values, at, there, TOKENS, VALUE)
     top, shrink, weights = _weights(state, scores)
@@ -337,13 +337,11 @@ def add_coded(
     for part in tl.static_range(PARTS):
         codes = codes_of(words, part, VALUE, SHAPE)
         earlier = state.sums[part] * shrink[:, None]
-        if MAY_BE_NAN:
+        if PARTIAL and IS_FLOAT:
             codes, wrong = _split(codes)
-            added = _added_codes(weights, codes, earlier, True, SHAPE)
-            added = _spoilt(added, seen, wrong)
-        else:
-            added = _added_codes(weights, codes, earlier, True, SHAPE)
-        sums = sums + (added,)  # noqa: RUF005
+            if not VALUE.scaled:  # else weights are NaN
+                earlier = _spoilt(earlier, seen, wrong)
+        sums = sums + (_added_codes(weights, codes, earlier, True, SHAPE),)  # noqa: RUF005
     return Softmax(top, total, middle, unit, sums)
 
 

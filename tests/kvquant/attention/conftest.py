@@ -228,6 +228,35 @@ def stored_of(case: Case, codecs: tuple[Codec, Codec] | None = None) -> StoredRo
     )
 
 
+def spoil(
+    stored: StoredRows, slot: str, token: int, number: float = torch.nan, head: int = 0
+) -> None:
+    """Writes what is no number where a token of row 0 and a KV head is stored.
+
+    That is a channel of exact tokens, and scale, middle and floats of codes.
+    """
+    for run in getattr(stored, slot):
+        if not run.first <= token < run.stop:
+            continue
+        codes, *ranges = run.tensors
+        place = (0, head, (token - run.first) // (1 if run.codec is None else run.codec.unit))
+        if codes.is_floating_point():
+            codes[place][codes.shape[-1] // 2] = number
+        for held in ranges:
+            held[place] = torch.nan
+        if run.codec is not None and run.codec.scheme.format.name.startswith("fp8"):
+            codes[place] = 0x7F
+
+
+def distance_beside_nan(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """``‖found − expected‖ / ‖expected‖`` of what is finite; infinite if that is not the same."""
+    real = expected.isfinite()
+    if not real.equal(found.isfinite()):
+        return torch.inf
+    found, expected = (it.double().masked_fill(~real, 0) for it in (found, expected))
+    return float((found - expected).norm() / expected.norm())
+
+
 @contextmanager
 def dirty() -> Iterator[None]:
     """Memory that `torch.empty` gives is full of ones."""
@@ -259,6 +288,18 @@ def make_codecs() -> Callable[[Case], tuple[Codec, Codec]]:
 def make_stored() -> Callable[..., StoredRows]:
     """``make_stored(case)``: its tokens as they are stored."""
     return stored_of
+
+
+@pytest.fixture(scope="session")
+def spoil_token() -> Callable[..., None]:
+    """``spoil_token(stored, "keys", token, number, head)``: makes a token of a head no number."""
+    return spoil
+
+
+@pytest.fixture(scope="session")
+def beside_nan() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """``beside_nan(found, expected)``: how far they are apart where they are finite."""
+    return distance_beside_nan
 
 
 @pytest.fixture(scope="session")

@@ -196,6 +196,44 @@ def test_spoiled_tokens_that_are_seen_would_have_mattered(
         assert numba_kernels.attend(case.query(), stored, 0.25).isnan().all()
 
 
+@each_scheme
+@pytest.mark.parametrize("slot", ["keys", "values"])
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_only_queries_that_see_nan_are_nan(
+    softcap: float | None,
+    slot: str,
+    scheme: str,
+    make_case: Any,
+    make_stored: Callable[..., StoredRows],
+    spoil_token: Any,
+    beside_nan: Any,
+) -> None:
+    # A sink, codes, the edges of windows, the tail, and tokens of the call.
+    for token, number in ((1, torch.nan), (30, torch.nan), (53, torch.nan), (54, torch.nan),
+                          (79, torch.inf), (81, torch.nan), (83, torch.inf)):  # fmt: skip
+        for new, window in product((1, 5), (None, 30)):
+            case = make_case(scheme, past=81, new=new, window=window, sinks=4, tail=5)
+            stored, query = make_stored(case), case.query()
+            spoil_token(stored, slot, token, number)
+            found = numba_kernels.attend(query, stored, 0.125, softcap=softcap)
+            wanted = attend_reference(query, stored, 0.125, softcap=softcap)
+            assert beside_nan(found, wanted) <= 1e-5, (token, new, window)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_query_that_is_no_number_spoils_no_other(
+    number: float, make_case: Any, make_stored: Callable[..., StoredRows], beside_nan: Any
+) -> None:
+    for scheme in ("int4", "int4-kivi 8", "int8", "fp8 per-head"):
+        case = make_case(scheme, new=3)
+        stored, query = make_stored(case), case.query()
+        query[0, 1, 1, 7] = number
+        found = numba_kernels.attend(query, stored, 0.25)
+        wanted = attend_reference(query, stored, 0.25)
+        assert wanted.isnan().sum() == case.key_dim
+        assert beside_nan(found, wanted) <= 1e-5
+
+
 # What scores go through
 
 

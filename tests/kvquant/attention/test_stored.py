@@ -53,6 +53,18 @@ def test_a_query_sees_all_from_there_up_to_itself(past: int, new: int, window: i
         assert window is None or sum(expected) == min(window, last + 1)
 
 
+def test_what_a_query_sees_as_of_a_call_of_its_own() -> None:
+    held = torch.zeros(1, 1, 10, 1)
+    runs = tuple(Run(first, count, None, (held,)) for first, count in ((0, 7), (7, 2), (9, 3)))
+    stored = StoredRows(None, runs, runs[1:], 8, 4, 3, lambda *_: None, 12)
+    for query, counts in enumerate(([7, 2], [7, 2, 1], [7, 2, 2], [7, 2, 3])):
+        found = stored.seen_by(query)
+        assert [run.count for run in found.keys] == counts
+        assert found.values == found.keys[1:]
+        assert (found.past, found.new, found.window) == (8 + query, 1, 3)
+        assert found.first_seen(0) == stored.first_seen(query)
+
+
 def test_where_a_run_ends() -> None:
     assert Run(5, 7, None, (torch.zeros(1, 1, 7, 1),)).stop == 12
     assert Run(0, 0, None, (torch.zeros(1, 1, 0, 1),)).stop == 0

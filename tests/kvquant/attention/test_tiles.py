@@ -210,6 +210,47 @@ def test_a_query_that_sees_nothing_spoils_no_other(
     torch.testing.assert_close(found[:, :, others], expected[:, :, others])
 
 
+# Numbers that are none
+
+
+@pytest.mark.parametrize("slot", ["keys", "values"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp8 per-head", "fp8_e5m2"])
+def test_only_queries_that_see_nan_are_nan(
+    scheme: str,
+    slot: str,
+    sizes: Any,
+    make_case: Any,
+    make_stored: Callable[..., StoredRows],
+    spoil_token: Any,
+) -> None:
+    for token, number in ((1, torch.nan), (10, torch.nan), (25, torch.inf), (33, torch.nan)):
+        for window, kind in product((None, 11), ("none", "bool", "added")):
+            case = make_case(scheme, past=30, new=9, window=window, sinks=4, tail=3)
+            stored, query = make_stored(case), case.query()
+            spoil_token(stored, slot, token, number)
+            mask = None if kind == "none" else seen(stored, 0, CPU)[None, None]
+            if kind == "added":
+                mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+            found = tiles.attend(query, stored, 0.25, mask=mask)
+            wanted = attend_reference(query, stored, 0.25)
+            # All channels are, where the reference has one of a value.
+            real = wanted.isfinite().all(-1)
+            assert found.isfinite().all(-1).equal(real), (token, window, kind)
+            assert not found[~real].isfinite().any()
+            assert distance(found[real], wanted[real]) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_numbers_are_numbers(
+    dtype: torch.dtype, make_case: Any, make_stored: Callable[..., StoredRows]
+) -> None:
+    case = make_case("none", past=20, new=2, value_dim=128, dtype=dtype)
+    stored = make_stored(case)
+    for run in stored.values:
+        run.tensors[0].fill_(min(5e35, torch.finfo(dtype).max / 2))
+    assert tiles.attend(case.query(dtype), stored, 0.25).isfinite().all()
+
+
 # Memory
 
 

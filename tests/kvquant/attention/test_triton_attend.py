@@ -193,6 +193,26 @@ def test_no_register_is_spilled_where_a_mean_turns(mean: str, launches: Any, com
     assert compiled(launch, 90).spills == 0
 
 
+# Queries of several tokens, some of which see what others do not.
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        *[("int4", None), ("int8", None), ("int8", 100), ("int4-kivi", 100)],
+        *[("fp8 per-channel", 100), ("fp8_e5m2", 100), ("fp8_e5m2 per-head", 100)],
+    ],
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_several_tokens(
+    capability: int, name: str, window: int | None, launches: Any, compiled: Any
+) -> None:
+    fields = FORMATS.get(name, {"key": name})
+
+    launch = launches(**fields, key_dim=128, new=4, window=window)[1]
+
+    assert launch.arguments["SHAPE"].several
+    assert compiled(launch, capability).spills == 0
+
+
 def test_float32_queries(launches: Any, compiled: Any) -> None:
     launch = launches(key="int4", key_dim=128, dtype=torch.float32)[1]
 

@@ -325,6 +325,67 @@ def test_the_same_again_is_the_same(wide: Any, make_stored: Any) -> None:
     assert one.equal(other)
 
 
+# Numbers that are none
+
+
+FLOATS = ["fp8", "fp8_e5m2", "fp8 per-channel", "fp8_e5m2 per-head"]
+
+
+# Tokens of the two heads: a hidden one, codes, the edge of the window, tokens of the call.
+WRONG: dict[tuple[int, int | None], Any] = {
+    (1, None): ([(30, torch.nan)], []),
+    (1, 30): ([(51, torch.nan)], [(52, torch.nan)]),
+    (5, None): ([(83, torch.inf)], [(81, torch.nan)]),
+    (5, 30): ([(40, torch.nan), (53, torch.nan)], [(83, torch.nan)]),
+}
+
+
+@pytest.mark.parametrize("slot", ["keys", "values"])
+@pytest.mark.parametrize(("new", "window"), WRONG)
+@pytest.mark.parametrize("key", ["none", "int4", "int8", "int4-kivi 16", *FLOATS])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_only_queries_that_see_nan_are_nan(
+    key: str,
+    new: int,
+    window: int | None,
+    slot: str,
+    wide: Any,
+    make_stored: Any,
+    spoil_token: Any,
+    beside_nan: Any,
+) -> None:
+    value = "int4" if "kivi" in key else key
+    case = wide(key=key, value=value, new=new, window=window, group=1)
+    stored, query = make_stored(case), case.query()
+    for head, tokens in enumerate(WRONG[new, window]):
+        for token, number in tokens:
+            spoil_token(stored, slot, token, number, head)
+
+    found = triton_kernels.attend(query, stored, SCALING, softcap=50.0)
+
+    wanted = attend_reference(query, stored, SCALING, softcap=50.0)
+    assert not wanted.isfinite().all()
+    assert beside_nan(found, wanted) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("key", ["int4", "int4-kivi 16", "int8", "fp8 per-head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_query_that_is_no_number_spoils_no_other(
+    number: float, dtype: torch.dtype, key: str, wide: Any, make_stored: Any, beside_nan: Any
+) -> None:
+    case = wide(key=key, value="int8", new=3, dtype=dtype)
+    stored, query = make_stored(case), case.query(dtype)
+    query[0, 1, 1, 7] = number
+
+    found = triton_kernels.attend(query, stored, SCALING)
+
+    wanted = attend_reference(query, stored, SCALING)
+    assert wanted.isnan().sum() == case.key_dim
+    assert beside_nan(found, wanted) <= TOLERANCE[dtype]
+
+
 # What is refused
 
 
