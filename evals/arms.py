@@ -206,7 +206,9 @@ class BoundArm:
         return self.arm.name
 
 
-def bind(arm: EvalArm, model: Any, tokenizer: Any, force: bool = False) -> BoundArm:
+def bind(
+    arm: EvalArm, model: Any, tokenizer: Any, force: bool = False, option: str = "--force"
+) -> BoundArm:
     """Ties an arm to the model that it is measured on.
 
     Args:
@@ -214,6 +216,7 @@ def bind(arm: EvalArm, model: Any, tokenizer: Any, force: bool = False) -> Bound
         model: A Transformers model or a PeftModel, with its adapters active.
         tokenizer: Its tokenizer.
         force: Take scales of another model of the same shape: the question may be what they cost.
+        option: How users ask for that.
 
     Raises:
         FingerprintError: They are another model's, and nobody said that they may be.
@@ -232,7 +235,7 @@ def bind(arm: EvalArm, model: Any, tokenizer: Any, force: bool = False) -> Bound
         except FingerprintError as error:
             if not force:
                 raise FingerprintError(
-                    f"{arm.name}: {error}; or ask on purpose what they cost with --force"
+                    f"{arm.name}: {error}; or ask on purpose what they cost with {option}"
                 ) from error
             foreign = True
 
@@ -244,9 +247,9 @@ def bind(arm: EvalArm, model: Any, tokenizer: Any, force: bool = False) -> Bound
 
 
 def _stock_cache(backend: str, model: Any) -> Any:
-    from transformers.cache_utils import QuantizedCache as StockCache
-
     from kvquant.models.adapters import base_model
+
+    from .stock import StockCache
 
     config = base_model(model).get_decoder().config
     return StockCache(backend, config, **STOCK[backend][2])

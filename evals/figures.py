@@ -7,6 +7,7 @@ arms. Colours are classes ``a0`` … ``a7`` that set ``--arm``; axes are drawn i
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -190,7 +191,8 @@ def decades(values: Sequence[float]) -> Axis:
 
     Values that are zero or more than some decades below the largest lie on its lower end.
     """
-    positive = [value for value in values if 0 < value < math.inf]
+    # What is smaller has too few digits for arithmetic.
+    positive = [value for value in values if sys.float_info.min * 10 < value < math.inf]
     high = max(positive, default=1.0) * 1.3
     low = max(min(positive, default=0.1) / 1.3, high / 10**_DECADES)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

@@ -28,8 +28,9 @@ from kvquant.models.loading import load, read_config, resolve
 from kvquant.progress import notify, token_progress
 from kvquant.provenance import title
 
-from .arms import ArmRequest, bind, parse_arms, prepare_arms
+from .arms import bind, prepare_arms
 from .harness_account import Account, Reads
+from .harness_arguments import arm_request, check_lengths, directories, whole_number
 from .harness_scoring import Answer, Request, Scorer, tokens_to_read
 from .reading import Reader
 
@@ -109,20 +110,22 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             raise InputError(f"model_args {', '.join(others)}: possible are {_ARGUMENTS}")
         if not pretrained:
             raise InputError("no model: give --model_args pretrained=MODEL,scheme=int8")
-        block, rows = _number("block", block), _number("batch_size", batch_size)
+        block, rows = whole_number("block", block), whole_number("batch_size", batch_size)
         chunk, stride, max_length = (
-            None if value is None else _number(name, value)
+            None if value is None else whole_number(name, value)
             for name, value in (("chunk", chunk), ("stride", stride), ("max_length", max_length))
         )
-        request = _request(scheme, scales)
-        source = resolve(str(pretrained), base=base, adapters=_directories(adapter))
+        if not isinstance(force, bool):  # any other text would count as yes
+            raise InputError(f"force={force}: true or false is wanted")
+        request = arm_request(scheme, scales)
+        source = resolve(str(pretrained), base=base, adapters=directories(adapter))
         geometry = CacheGeometry.from_config(read_config(source))
         [arm] = prepare_arms([request], geometry)
-        _check_lengths(max_length, stride, geometry)
+        check_lengths(max_length, stride, geometry)
         loaded = load(source, dtype=str(dtype), device=_device(device), notify=notify)
         # Before HFLM gives the tokenizer a padding token.
         self._served = fingerprint(loaded.model, loaded.tokenizer)
-        self._arm = bind(arm, loaded.model, loaded.tokenizer, force)
+        self._arm = bind(arm, loaded.model, loaded.tokenizer, force, "force=true")
         with _without_remarks():
             super().__init__(
                 pretrained=loaded.model,
@@ -136,6 +139,11 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
                 enable_thinking=enable_thinking,
                 chat_template_args=chat_template_args,
             )
+        if self.prefix_token_id is None:
+            raise InputError(
+                "the tokenizer has neither a BOS nor an EOS token, and the harness wants one "
+                "before texts without context: give prefix_token_id=N in --model_args"
+            )
         self._title = title(source.base, source.adapters)
         self._reader = Reader(loaded.model)
         self._scorer = Scorer(self._reader, self._arm, block=block, chunk=chunk, rows=rows)
@@ -146,6 +154,8 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         self._account = self._account_of("")
         if arm.scheme_class == "exact":
             notify(f"{arm.name}: nothing is quantized; such scores are for others to compare with")
+        if self._arm.foreign:
+            notify(f"warning: the scales of {arm.name} are of another model, as asked for")
 
     @classmethod
     def create_from_arg_obj(
@@ -245,6 +255,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         with _bar(tokens_to_read(fitting), disable_tqdm) as advance:
             for number, answer in self._scorer.answers(fitting, self._account, advance):
                 found[number] = answer
+                self._account.answered(answer[0])
                 key = requests[number][0]
                 if key is not None:
                     self.cache_hook.add_partial("loglikelihood", key, answer)
@@ -315,42 +326,6 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
     def _account_of(self, kind: str) -> Account:
         return Account(kind, Reads(self._reader, None), self.max_length)
-
-
-def _request(scheme: str | None, scales: str | None) -> ArmRequest:
-    """The one arm that is asked for."""
-    if scheme is None:
-        return parse_arms([], [] if scales is None else [str(scales)])[0]
-    if scales is not None:
-        if "@" in scheme or ":" in scheme:
-            raise InputError(f"scheme={scheme},scales={scales}: scales go with a preset's name")
-        scheme = f"{scheme}@{scales}"
-    return parse_arms([str(scheme)], [])[0]
-
-
-def _directories(adapter: str | Sequence[str] | None) -> tuple[str, ...]:
-    if adapter is None:
-        return ()
-    return (adapter,) if isinstance(adapter, str) else tuple(map(str, adapter))
-
-
-def _number(name: str, value: Any) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise InputError(f"{name}={value}: a whole number of 1 or more is wanted")
-    return int(text)
-
-
-def _check_lengths(max_length: int | None, stride: int | None, geometry: CacheGeometry) -> None:
-    limit = geometry.max_positions
-    if max_length is not None and limit is not None and max_length > limit:
-        raise InputError(
-            f"max_length={max_length} is beyond the model's {limit} positions: what lies there is "
-            f"noise; use at most {limit}"
-        )
-    window = max_length or limit
-    if stride is not None and window is not None and stride > window:
-        raise InputError(f"stride={stride}: tokens between windows of {window} would not be scored")
 
 
 def _device(name: str | None) -> str | None:

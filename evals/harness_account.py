@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class Account:
         requests: How many there were.
         cut: Tokens that each request lost which was longer than that.
         longest: Tokens of the longest one, as read.
+        no_numbers: Scores that are NaN.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Account:
     requests: int = 0
     cut: list[int] = field(default_factory=list)
     longest: int = 0
+    no_numbers: int = 0
 
     def note(self, tokens: int) -> int:
         """Notes a request of so many tokens; says how many of them have to go."""
@@ -53,6 +56,10 @@ class Account:
             self.cut.append(lost)
         self.longest = max(self.longest, tokens - lost)
         return lost
+
+    def answered(self, score: float) -> None:
+        """Notes a score: the harness takes the first of several NaN for the best answer."""
+        self.no_numbers += math.isnan(score)
 
     @property
     def share(self) -> float | None:
@@ -69,6 +76,11 @@ class Account:
                 f"warning: {self.kind} never read a code: {arm.name} ({arm.description}) kept all "
                 "tokens exact, and these are the scores of the unquantized cache; take longer "
                 "contexts, or a scheme that keeps fewer tokens exact"
+            )
+        if self.no_numbers:
+            yield (
+                f"warning: {self.no_numbers:,} scores of {self.kind} are NaN, so that accuracies "
+                "mean nothing: values overflow, or the model's weights are damaged"
             )
         if self.cut:
             yield (
@@ -91,4 +103,5 @@ class Account:
             "keys_read_from_codes": self.share,
             "requests_cut": len(self.cut),
             "longest": self.longest,
+            "scores_without_numbers": self.no_numbers,
         }

@@ -107,6 +107,8 @@ def headline(report: EvalReport) -> str:
     if report.verdict is None:
         return f"No gate was asked for: {_measured(report)}."
     if len(named[UNJUDGED]) == len(report.arms):
+        if report.self_checks and not (report.perplexity or report.retrieval):
+            return f"Nothing was held against a gate: {_measured(report)}."
         return f"The gate had nothing to judge: {_measured(report)}."
     reason = next((f": {_reason(report, line)}" for line in _lines_by_weight(report)), "")
     return f"{', '.join(_outcomes(named))}{reason}."

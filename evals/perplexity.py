@@ -97,10 +97,12 @@ def _compare_rows(
     weights = theirs.exp()
     # Tokens that are impossible to both would be 0 x (inf - inf). NaN stays NaN.
     terms = torch.where(weights == 0, 0, weights * (theirs - ours))
+    kl = terms.sum(-1).clamp(min=0)
     return {
         "nll_reference": -theirs.gather(1, target[:, None])[:, 0],
         "nll": -ours.gather(1, target[:, None])[:, 0],
-        "kl": terms.sum(-1).clamp(min=0),
-        "agrees": ours.argmax(-1) == theirs.argmax(-1),
+        "kl": kl,
+        # The likeliest of none is the first, in both.
+        "agrees": (ours.argmax(-1) == theirs.argmax(-1)) & ~kl.isnan(),
         "confidence": weights.max(-1).values,
     }

@@ -52,6 +52,7 @@ def report(files: tuple[str, ...], html: str | None, force: bool, as_json: bool)
         from .html import check_report_tools
 
         check_report_tools()
+        _check_apart(page, files)
         check_writable(page)
     if len(reports) == 1:
         _show(reports[0], page, as_json)
@@ -59,6 +60,15 @@ def report(files: tuple[str, ...], html: str | None, force: bool, as_json: bool)
         from .compare import compare, short_names
 
         _show_comparison(compare(short_names(files), reports, force), page, as_json)
+
+
+def _check_apart(page: Path, files: tuple[str, ...]) -> None:
+    """A page in the place of a run would be the end of the run."""
+    from kvquant.errors import InputError
+
+    for file in files:
+        if page.exists() and page.samefile(file):
+            raise InputError(f"--html {page} is the evaluation itself: name another file")
 
 
 def _show(found: EvalReport, page: Path | None, as_json: bool) -> None:

@@ -81,7 +81,7 @@ class Request:
 
     def settings(self) -> dict[str, Any]:
         """What numbers depend on beside model, arms, lengths and seed; for the report."""
-        names = ("prefill", "block", "chunk", "chat", "tokens", "batch_size", "limit", "force")
+        names = ("prefill", "block", "chunk", "chat", "tokens", "batch_size", "limit")
         values = {name: getattr(self, name) for name in names}
         return {
             **values,

@@ -49,7 +49,7 @@ from .retrieval import answer_prompts, batches
 from .selfcheck import STEPS, self_check, with_bytes
 from .stages import Stages
 from .statistics import Scores, divergence, losses
-from .store import Store, key_of
+from .store import Store, claimed, key_of
 from .windows import spans
 
 SELF_CHECK_BLOCKS = 2
@@ -87,9 +87,10 @@ def evaluate(request: Request, partial: Path, *, resume: bool = True) -> EvalRep
     text = read_text(request, load_tokenizer(source))
     loaded = load(source, dtype=request.dtype, device=request.device, notify=notify)
     run = Run(request, loaded, text)
-    store = Store(partial, run.identity(), resume=resume, notify=notify)
-    with Stages() as stages:
-        report = run.everything(store, stages)
+    with claimed(partial):
+        store = Store(partial, run.identity(), resume=resume, notify=notify)
+        with Stages() as stages:
+            report = run.everything(store, stages)
     return report
 
 
@@ -323,7 +324,8 @@ class Run:
 
     def _continuations(self, store: Store, stages: Stages) -> tuple[Continuation, ...]:
         request = self.request
-        found = list(store.records("continuations", tuple[Continuation, ...]) or ())
+        kept = store.records("continuations", tuple[Continuation, ...]) or ()
+        found = list(kept[: request.continuations])  # the earlier run may have wanted more
         if request.continuations:
             stages.begin("continuations")
         for ids in self.text.documents[: request.continuations]:

@@ -61,6 +61,10 @@ STEPS = 5
 
 _REFERENCE = ""
 """The unquantized cache, where it stands among arms."""
+_NO_NUMBERS = (
+    "the model itself, with the unquantized cache, gives NaN or infinite logits, which nothing can "
+    "be held against: its weights are damaged, or its dtype overflows (try --dtype float32)"
+)
 _TINY = 1e-7
 """KL that float32 cannot tell from 0, nats."""
 
@@ -211,7 +215,7 @@ def _kernel(cache: Any) -> str:
     """``numba, all 30 layers``."""
     if not isinstance(cache, QuantizedCache):
         return "Transformers' attention, on dequantized tokens"
-    return attention(cache).removeprefix("over the codes by ").replace(" in all ", ", all ")
+    return attention(cache).removeprefix("over the codes by ").replace(" in ", ", ", 1)
 
 
 def with_bytes(record: Arm, reader: Reader, cache: Any) -> Arm:
@@ -239,7 +243,7 @@ def with_bytes(record: Arm, reader: Reader, cache: Any) -> Arm:
 
 
 def _reads(share: float, mass: float | None, is_exact: bool) -> Check:
-    by_mass = "" if mass is None else f", {mass:.1%} of attention"
+    by_mass = "" if mass is None or math.isnan(mass) else f", {mass:.1%} of attention"
     detail = f"{share:.1%} of the keys read are codes{by_mass}"
     if share > 0:
         return Check("reads", "passed", detail)
@@ -249,7 +253,8 @@ def _reads(share: float, mass: float | None, is_exact: bool) -> Check:
         "reads",
         "failed",
         f"{detail}: nothing that is measured here tells anything about the scheme. Read longer "
-        "documents, or keep fewer exact tokens",
+        "documents, or keep fewer exact tokens; this check reads --prefill and two blocks, so that "
+        "--prefill may be what is too small",
     )
 
 
@@ -258,6 +263,8 @@ def _poison(poisoned: float, clean: float, has_no_codes: bool) -> Check:
     if has_no_codes:
         status = "noted" if poisoned <= _TINY + clean else "failed"
         return Check("poison", status, f"{detail}; there are no codes")
+    if math.isnan(clean):
+        return Check("poison", "noted", f"{detail}: nothing to compare")
     if math.isnan(poisoned) or poisoned >= min(POISON_FACTOR * (clean + _TINY), POISON_NATS):
         return Check("poison", "passed", detail)
     return Check(
@@ -266,7 +273,11 @@ def _poison(poisoned: float, clean: float, has_no_codes: bool) -> Check:
 
 
 def _floor(floor: float, clean: float, is_exact: bool) -> Check:
+    if math.isnan(floor):
+        return Check("floor", "failed", _NO_NUMBERS)
     detail = f"KL {floor:.2g} of the unquantized cache against itself"
+    if math.isnan(clean):
+        return Check("floor", "failed", f"{detail}, and this arm makes the logits NaN or infinite")
     if is_exact or floor <= max(FLOOR_SHARE * clean, _TINY):
         return Check("floor", "passed", detail)
     return Check(
@@ -312,6 +323,8 @@ def _padding(
     fault = padding_fault(sample.reader, arm.make)
     if fault is not None:
         return Check("padding", "failed", fault)
+    if math.isnan(floor):
+        return Check("padding", "noted", "the model itself gives no numbers")
     detail = f"KL {found:.2g} of a padded row against the same alone"
     if found <= PADDING_SHARE * clean + PADDING_FACTOR * floor + _TINY:
         return Check("padding", "passed", detail)

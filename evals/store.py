@@ -4,6 +4,7 @@ NAME.partial/
   identity.json     what the numbers depend on: model, text, arms, settings, versions
   document-3.npz    scores of one document
   cells.jsonl       answers, a prompt a line
+  arms.json         what each arm is and holds
   checks.json       self-checks
   continuations.json
 """
@@ -13,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from kvquant.errors import InputError
 from kvquant.storage import write_atomically
@@ -30,7 +32,39 @@ from .statistics import Scores
 Key = tuple[str, int, int, int]
 _OURS = ("*.json", "document-*.npz", "cells.jsonl", ".kvquant-*")
 """What may lie in the directory; the last is what `write_atomically` leaves when it is killed."""
+_LOCK = ".kvquant-lock"
 Record = TypeVar("Record")
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Keeps the directory from other runs: what they leave in it would be taken for one's own.
+
+    Raises:
+        InputError: Another run has it, or it cannot be made.
+    """
+    _make(path)
+    lock = FileLock(path / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(
+            f"another evaluation is writing {path}: wait for it, or name another place with "
+            "--report"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path}: {error.strerror}; name another place with --report"
+        ) from error
 
 
 def key_of(cell: Any) -> Key:
@@ -57,14 +91,11 @@ class Store:
         self._path = path
         written = json.dumps(identity, sort_keys=True, indent=1)
         _check_ours(path)
-        if path.is_dir() and not (resume and self._same(written, notify)):
-            shutil.rmtree(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"cannot write {path}: {error.strerror}; name another place with --report"
-            ) from error
+        _make(path)
+        held = [it for it in path.iterdir() if it.name != _LOCK]
+        if held and not (resume and self._same(written, notify)):
+            for it in held:
+                it.unlink()
         write_atomically(path / "identity.json", written.encode())
         self.cells: dict[Key, Cell] = {key_of(cell): cell for cell in self._read_cells()}
         documents = len(list(path.glob("document-*.npz")))
@@ -112,8 +143,12 @@ class Store:
         found = list(cells)
         self.cells |= {key_of(cell): cell for cell in found}
         lines = "".join(f"{json.dumps(dataclasses.asdict(cell))}\n" for cell in found)
-        with (self._path / "cells.jsonl").open("a") as file:
-            file.write(lines)
+        path = self._path / "cells.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(lines)
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}") from error
 
     def _read_cells(self) -> Iterable[Cell]:
         path = self._path / "cells.jsonl"
@@ -147,7 +182,9 @@ def _cell(line: str) -> Cell | None:
 
 def _check_ours(path: Path) -> None:
     """Beginning anew empties the directory, which must not be that of anybody else."""
-    if path.is_dir() and not all(any(map(it.match, _OURS)) for it in path.iterdir()):
+    if path.is_dir() and not all(
+        it.is_file() and any(map(it.match, _OURS)) for it in path.iterdir()
+    ):
         raise InputError(
             f"{path} holds something else than an interrupted evaluation: name another place with "
             "--report"

@@ -70,6 +70,7 @@ def report_table(report: EvalReport, files: Sequence[Path] = ()) -> RenderableTy
         _arms_table(report),
         *_legend(report),
         *_arm_lines(report),
+        *_check_lines(report),
         *_complaint_lines(report),
         *_gate_lines(report),
         *(Text(f"written: {path}") for path in files),
@@ -202,6 +203,18 @@ def _arm_lines(report: EvalReport) -> Iterator[Text]:
         if arm.foreign:
             line.append(", which is another model", style="yellow")
         yield line
+
+
+def _check_lines(report: EvalReport) -> Iterator[Text]:
+    """What self-checks found, if that is all there is."""
+    if report.perplexity or report.retrieval or report.continuations:
+        return
+    for found in report.self_checks:
+        yield Text("")
+        for check in found.checks:
+            text = f"{check.status}: {visible(found.arm)}, {check.name}: {visible(check.detail)}"
+            if check.status != FAILED:  # those are among the complaints
+                yield Text(text, _STYLES.get(check.status, ""))
 
 
 def _complaint_lines(report: EvalReport) -> Iterator[Text]:

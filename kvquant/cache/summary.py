@@ -146,9 +146,13 @@ def attention(cache: QuantizedCache) -> str:
     by = "plain torch" if name == "torch" else name
     by += f" ({trouble})" if trouble else ""
     if not reasons:
-        return f"over the codes by {by} in all {len(attended)} layers"
+        return f"over the codes by {by} in {_all(len(attended))}"
     others = "; ".join(f"{_ranges(layers)} ({reason})" for reason, layers in reasons.items())
     return f"over the codes by {by} in layers {_ranges(attended)}; the model's own in {others}"
+
+
+def _all(count: int) -> str:
+    return f"all {count} layers" if count > 1 else "the only layer that caches anything"
 
 
 def _means(cache: QuantizedCache) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evals.figures import (
@@ -86,6 +86,7 @@ def test_decades(values: list[float], ticks: list[str]) -> None:
     assert found[: len(ticks)] == ticks
 
 
+@example([5e-324])
 @given(st.lists(st.floats(allow_nan=False, min_value=0)))
 def test_decades_hold_all_but_the_smallest(values: list[float]) -> None:
     finite = [value for value in values if 0 < value < 1e300]

@@ -357,7 +357,9 @@ def test_what_cannot_be_read_is_an_error(ours: Any) -> None:
 @pytest.mark.parametrize(
     ("model_args", "message"),
     [
-        ({"scheme": None}, "nothing to evaluate: .*int4"),
+        ({"scheme": None}, "nothing to evaluate: .*scheme=NAME .*int4.* scales=FILE"),
+        ({"force": "no"}, "force=no: true or false"),
+        ({"force": 1}, "force=1: true or false"),
         ({"pretrained": ""}, "no model: give --model_args pretrained=MODEL"),
         ({"pretrained": "nowhere/at/all"}, "no file or directory nowhere/at/all"),
         ({"peft": "dir", "parallelize": True}, "peft, parallelize: possible are pretrained, base"),
@@ -385,6 +387,8 @@ def test_what_cannot_be_used_is_refused(model_args: Any, message: str, ours: Any
 def test_an_unknown_scheme_is_refused(ours: Any) -> None:
     with pytest.raises(SchemeError, match="int5"):
         ours("int5")
+    with pytest.raises(SchemeError, match="unknown scheme '8'"):  # the harness reads numbers
+        ours(8, scales="missing")
 
 
 def test_the_harness_makes_it_without_a_gpu(saved: Any) -> None:
@@ -437,15 +441,48 @@ def test_scales_are_used_and_know_how_far_they_reach(
 
 
 def test_scales_of_another_model_are_refused(
-    ours: Any, scales: Any, byte_tokenizer: Any, tiny: Any, save_tiny: Any, tmp_path: Path
+    ours: Any,
+    scales: Any,
+    byte_tokenizer: Any,
+    tiny: Any,
+    save_tiny: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = scales(ours(), byte_tokenizer)
     other = str(save_tiny(tiny("llama"), tmp_path / "other"))
 
-    with pytest.raises(FingerprintError, match="kv: "):
+    with pytest.raises(FingerprintError, match=r"kv: .* with force=true$"):
         ours(None, scales=path, pretrained=other)
+    capsys.readouterr()
     lm = ours(None, scales=path, pretrained=other, force=True)
+    assert "warning: the scales of kv are of another model" in capsys.readouterr().err
     assert lm.get_model_info()["kvquant"]["scales_of_another_model"] is True
+
+
+def test_scores_that_are_no_numbers_are_told(
+    ours: Any, tiny: Any, save_tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tiny("llama")
+    with torch.no_grad():
+        broken.lm_head.weight[5] = math.nan
+    lm = ours("int8", pretrained=str(save_tiny(broken, tmp_path / "broken")))
+    assert all(math.isnan(score) for score, _ in likelihoods(lm, PAIRS[:3]))
+    assert "warning: 3 scores of loglikelihood are NaN" in capsys.readouterr().err
+    counted = lm.get_model_info()["kvquant"]["requests"]["loglikelihood"]
+    assert counted["scores_without_numbers"] == 3
+
+
+def test_a_tokenizer_with_nothing_to_begin_with_is_refused(
+    ours: Any, tiny: Any, byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    byte_tokenizer.eos_token = None
+    byte_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"neither a BOS nor an EOS token.*prefix_token_id=N"):
+        ours("int8", pretrained=str(tmp_path))
+    lm = ours("int8", pretrained=str(tmp_path), prefix_token_id=3)
+    assert len(likelihoods(lm, PAIRS[5:9])) == 4
 
 
 def test_adapters_are_part_of_the_model(ours: Any, saved: Any, tiny: Any, tmp_path: Path) -> None:
@@ -487,7 +524,8 @@ def test_the_results_say_what_was_evaluated(ours: Any) -> None:
     share = own["requests"]["loglikelihood"].pop("keys_read_from_codes")
 
     assert info["model_dtype"] == "torch.float32"
-    assert own["requests"] == {"loglikelihood": {"requests": 2, "requests_cut": 1, "longest": 100}}
+    counted = {"requests": 2, "requests_cut": 1, "longest": 100, "scores_without_numbers": 0}
+    assert own["requests"] == {"loglikelihood": counted}
     assert 0.9 < share < 1
     assert own["scheme"] == "int4" and "int4" in own["formats"]
     settings = ("block", "chunk", "max_length", "stride")

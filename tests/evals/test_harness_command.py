@@ -188,7 +188,7 @@ def test_what_is_wrong_is_said_in_a_line_and_the_rest_is_lm_eval_s(place: Path) 
     assert codes == [*["code 2 -c"] * 3, "code 0 -c"], done.stderr
     errors = [row for row in done.stderr.splitlines() if row.startswith("error: ")]
     assert [row[:40] for row in errors] == [
-        "error: nothing to evaluate: give --scale",
+        "error: nothing to evaluate: give --model",
         "error: lm_eval: Tasks not found: no_such",
     ]
     assert "expected `key=value`, got 'int8'" in done.stderr

@@ -182,3 +182,11 @@ def test_complaints_begin_with_self_checks(eval_report: EvalReport) -> None:
 )
 def test_measured(name: str, value: float | None, expected: str) -> None:
     assert measured(name, value) == expected
+
+
+def test_self_checks_alone_are_held_against_nothing(eval_report: EvalReport) -> None:
+    verdict = Verdict("defaults", (), ())
+    checked = EvalReport(
+        eval_report.origin, eval_report.arms[:1], eval_report.self_checks[:1], verdict=verdict
+    )
+    assert headline(checked) == ("Nothing was held against a gate: the self-checks of int8 passed.")

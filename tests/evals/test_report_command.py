@@ -108,3 +108,11 @@ def test_help_is_light() -> None:
 
 def test_what_is_read_is_what_was_written(saved: Path, eval_report: EvalReport) -> None:
     assert read_report(saved) == eval_report
+
+
+def test_a_page_does_not_replace_the_run_that_it_shows(saved: Path, other: Path) -> None:
+    before = saved.read_bytes()
+    for arguments in ([saved], [other, saved, "--force"]):
+        with pytest.raises(InputError, match="is the evaluation itself: name another file"):
+            run(*arguments, "--html", saved)
+    assert saved.read_bytes() == before

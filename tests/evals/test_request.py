@@ -127,6 +127,10 @@ def test_settings_are_what_numbers_depend_on() -> None:
     settings = asked_for(tasks=("single", "repeat"), depths=(0, 50), limit=3).settings()
     assert settings == {
         "prefill": 256, "block": 64, "chunk": None, "chat": False, "tokens": 64, "batch_size": 1,
-        "limit": 3, "force": False, "documents": 8, "tasks": ["single", "repeat"],
+        "limit": 3, "documents": 8, "tasks": ["single", "repeat"],
         "depths": [0, 50], "trials": 1,
     }  # fmt: skip
+
+
+def test_foreign_scales_are_compared_with_own_ones() -> None:
+    assert asked_for(force=True).settings() == asked_for().settings()

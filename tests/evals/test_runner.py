@@ -17,7 +17,7 @@ from evals.arms import parse_arms, prepare_arms
 from evals.request import Request
 from evals.results import EvalReport
 from evals.runner import evaluate
-from kvquant.errors import DataError, InputError
+from kvquant.errors import DataError, InputError, SchemeError
 from kvquant.geometry import CacheGeometry
 from kvquant.models.source import read_config, resolve
 
@@ -186,6 +186,42 @@ def test_an_interrupted_run_goes_on_and_finds_the_same(
     with on_call(0, interrupt) as calls:
         assert timeless(evaluate(request, tmp_path / "whole")) == timeless(whole)
     assert calls[0] == 0, "everything is there"
+
+
+def test_fewer_continuations_than_the_interrupted_run_wanted(
+    request_of: Callable[..., Request], tmp_path: Path
+) -> None:
+    two, one = (request_of("int4", trials=0, continuations=number) for number in (2, 1))
+    assert len(evaluate(two, tmp_path / "p").continuations) == 2
+    assert timeless(evaluate(one, tmp_path / "p")) == timeless(evaluate(one, tmp_path / "q"))
+
+
+def test_a_cache_of_transformers_that_cannot_group_its_keys(
+    request_of: Callable[..., Request], tmp_path: Path
+) -> None:
+    # 2 KV heads of 16: 41 tokens are no multiple of 64 numbers.
+    request = request_of("hf:quanto", prefill=41, only_self_check=True)
+    with pytest.raises(SchemeError, match=r"41 tokens of 2 KV heads of 16 \(Group size"):
+        evaluate(request, tmp_path / "p")
+
+
+def test_a_model_without_numbers_is_to_blame_itself(
+    request_of: Callable[..., Request],
+    tiny: Callable[..., Any],
+    save_tiny: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    broken = tiny("llama")
+    with torch.no_grad():
+        broken.lm_head.weight[5] = float("inf")
+    source = resolve(str(save_tiny(broken, tmp_path / "broken")))
+    request = replace(request_of("int8", only_self_check=True), source=source)
+    [found] = evaluate(request, tmp_path / "p").self_checks
+    statuses = {check.name: check.status for check in found.checks}
+    assert statuses["floor"] == "failed"
+    assert (statuses["poison"], statuses["padding"]) == ("noted", "noted")
+    [check] = found.failures
+    assert check.detail.startswith("the model itself, with the unquantized cache, gives NaN")
 
 
 @pytest.mark.parametrize(

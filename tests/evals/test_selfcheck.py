@@ -18,6 +18,7 @@ from calib.solve import solve
 from evals.arms import ArmRequest, BoundArm, EvalArm, bind, parse_arms, prepare_arms
 from evals.reading import Reader
 from evals.selfcheck import STEPS, Checked, self_check
+from evals.window_check import window_faults
 from evals.windows import spans
 from kvquant import KVScales, QuantizedCache
 from kvquant.errors import InputError
@@ -231,6 +232,27 @@ def test_transformers_fp8_reads_new_tokens_from_codes_too(tiny_once: Callable[..
 
 
 # ------------------------------------------------------------------------------ what there can be
+
+
+class OneKeyShort(QuantizedCache):
+    """Promises as many keys as Transformers' cache, and reads the oldest of them not."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().update(*args, **kwargs)
+        return tuple(states[:, :, 1:] for states in found)
+
+
+def test_windows_are_looked_at_without_a_forward_pass(tiny_once: Callable[..., Any]) -> None:
+    model = tiny_once("mistral")
+    reader = Reader(model)
+    assert window_faults(reader, lambda: QuantizedCache.from_model(model, "int8")) == []
+    short = window_faults(reader, lambda: OneKeyShort.from_model(model, "int8"))
+    # A window of 8, given 7 tokens and then one more: 7, then 8 keys in Transformers' cache.
+    assert short is not None
+    assert short[0] == "layer 0 reads 6 keys where Transformers' cache has 7"
+    assert "layer 1 reads 7 keys where Transformers' cache has 8" in short
+    llama = tiny_once("llama")
+    assert window_faults(Reader(llama), lambda: QuantizedCache.from_model(llama, "int8")) is None
 
 
 def test_a_residual_that_covers_everything(tiny_once: Callable[..., Any]) -> None:

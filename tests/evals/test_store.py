@@ -12,7 +12,7 @@ import pytest
 
 from evals.results import Answer, Cell, Check, SelfCheck
 from evals.statistics import Scores
-from evals.store import Store, key_of
+from evals.store import Store, claimed, key_of
 from kvquant.errors import InputError
 
 IDENTITY = {"model": "a", "lengths": (512, 1024), "seed": 0}
@@ -181,3 +181,36 @@ def test_a_place_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot write .*p: .*--report"):
         opened(tmp_path / "p")
     assert (tmp_path / "p").read_text() == "something"
+
+
+def test_two_runs_do_not_write_the_same_place(tmp_path: Path) -> None:
+    with claimed(tmp_path / "p"):
+        store, _ = opened(tmp_path / "p", resume=False)
+        store.keep_cells([cell(0)])
+        with pytest.raises(InputError, match="another evaluation is writing"):
+            claimed(tmp_path / "p").__enter__()
+        # Beginning anew does not lose the claim.
+        opened(tmp_path / "p", {"model": "b"})
+        with pytest.raises(InputError, match="another evaluation is writing"):
+            claimed(tmp_path / "p").__enter__()
+    with claimed(tmp_path / "p"):
+        pass
+
+
+def test_a_place_that_cannot_be_claimed_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "p").write_text("something")
+    with pytest.raises(InputError, match=r"cannot write .*p: .*--report"):
+        claimed(tmp_path / "p").__enter__()
+
+
+def test_a_directory_of_directories_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "p" / "results.json").mkdir(parents=True)
+    with pytest.raises(InputError, match="holds something else"):
+        opened(tmp_path / "p", resume=False)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path / "p")
+    (tmp_path / "p" / "cells.jsonl").symlink_to("/dev/full")
+    with pytest.raises(InputError, match=r"cannot write .*cells.jsonl: No space left"):
+        store.keep_cells([cell(0)])

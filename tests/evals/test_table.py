@@ -98,6 +98,17 @@ def test_parts_that_were_not_asked_for(eval_report: EvalReport) -> None:
     assert "KL" not in text.partition("No gate was asked for")[2]
 
 
+def test_a_self_check_alone_is_shown_line_by_line(eval_report: EvalReport) -> None:
+    reads = Check("reads", "passed", "82.9% of the keys read are codes")
+    broken = Check("bytes", "failed", "8 bytes held, 7 by the formula")
+    checks = (replace(eval_report.self_checks[0], checks=(reads, broken)),)
+    text = printed(report_table(EvalReport(eval_report.origin, eval_report.arms, checks)))
+
+    assert "passed: int8, reads: 82.9% of the keys read are codes" in text
+    assert text.count("failed: int8") == 1
+    assert "82.9%" not in printed(report_table(replace(eval_report, self_checks=checks)))
+
+
 def test_an_arm_without_numbers_has_dashes(eval_report: EvalReport) -> None:
     assert eval_report.perplexity is not None
     perplexity = replace(eval_report.perplexity, arms={})
