@@ -181,6 +181,8 @@ def test_relative_base_is_looked_up_here_and_beside_the_adapter(
     adapter, model, tmp_path, monkeypatch, write
 ):
     path = adapter("fine", base_model_name_or_path="../base")
+    # What lies beside the checkout is nobody's business.
+    monkeypatch.chdir(write("nowhere/deep/nothing").parent)
     assert read_config(resolve(path))["hidden_size"] == 64
     monkeypatch.chdir(write("elsewhere/deep/nothing").parent)
     write("elsewhere/base/config.json", model_type="here")
