@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvquant.errors import InputError
-from kvquant.options import base_option, json_option, placement_options
+from kvquant.options import base_option, json_option, model_option, placement_options
 
 from .options import (
     build_method,
@@ -23,13 +23,7 @@ EXIT_RECALIBRATE = 1
 
 
 @click.command()
-@click.option(
-    "--model",
-    "-m",
-    required=True,
-    metavar="MODEL",
-    help="Model directory, hub id, .gguf file, PEFT adapter directory, or smollm2.",
-)
+@model_option
 @base_option
 @click.option(
     "--adapter",

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvquant.errors import InputError
-from kvquant.options import base_option, json_option, placement_options
+from kvquant.options import (
+    adapters_option,
+    base_option,
+    json_option,
+    model_option,
+    placement_options,
+)
 
 if TYPE_CHECKING:
     from .gate_file import Gate
@@ -65,22 +71,9 @@ def _print_gate(context: click.Context, param: click.Parameter, value: bool) -> 
 
 
 @click.command()
-@click.option(
-    "--model",
-    "-m",
-    required=True,
-    metavar="MODEL",
-    help="Model directory, hub id, .gguf file, PEFT adapter directory, or smollm2.",
-)
+@model_option
 @base_option
-@click.option(
-    "--adapter",
-    "-a",
-    "adapters",
-    multiple=True,
-    metavar="DIR",
-    help="PEFT adapter on top of the model; several are active together.",
-)
+@adapters_option
 @click.option(
     "--scales",
     "scales",

@@ -10,6 +10,29 @@ import click
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+def model_option(command: Command) -> Command:
+    """Adds ``--model``, which has to be given."""
+    return click.option(
+        "--model",
+        "-m",
+        required=True,
+        metavar="MODEL",
+        help="Model directory, hub id, .gguf file, PEFT adapter directory, or smollm2.",
+    )(command)
+
+
+def adapters_option(command: Command) -> Command:
+    """Adds ``--adapter``, for adapters that are active together."""
+    return click.option(
+        "--adapter",
+        "-a",
+        "adapters",
+        multiple=True,
+        metavar="DIR",
+        help="PEFT adapter on top of the model; several are active together.",
+    )(command)
+
+
 def base_option(command: Command) -> Command:
     """Adds ``--base``."""
     return click.option(

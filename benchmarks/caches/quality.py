@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from evals.held import live_nbytes
+
 from .arms import REFERENCE, STOCK_FP8, STOCK_INT4, quality_arms
 from .report import Limit, Row
-from .setting import Setting, calibrate, live_nbytes, read
+from .setting import Setting, calibrate, read
 
 TOKENS, BLOCK, SCORED_FROM = 2048, 64, 256
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pydoc_data.topics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,25 +74,3 @@ def fill(model: Any, tokens: torch.Tensor, cache: Any, chunk: int) -> None:
     """Prefill: `tokens` in chunks, as a server does."""
     for part in tokens.split(chunk):
         read(model, part, cache)
-
-
-def live_nbytes(cache: Any) -> int:
-    """Bytes that the tokens of any cache need."""
-    if hasattr(cache, "live_nbytes"):
-        return int(cache.live_nbytes())
-    slots = ("keys", "values", "_quantized_keys", "_quantized_values")
-    return sum(_nbytes(getattr(layer, name, None)) for layer in cache.layers for name in slots)
-
-
-def _nbytes(held: Any) -> int:
-    """Bytes of the tensors in what a stock cache holds: plain, packed, or beside their scales."""
-    if isinstance(held, dict):
-        held = tuple(held.values())
-    if isinstance(held, tuple):
-        return sum(map(_nbytes, held))
-    if not isinstance(held, torch.Tensor):
-        return 0
-    if hasattr(held, "__tensor_flatten__"):
-        names: Sequence[str] = held.__tensor_flatten__()[0]
-        return sum(_nbytes(getattr(held, name)) for name in names)
-    return held.numel() * held.element_size()

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evals.held import live_nbytes
+
 from .arms import REFERENCE, STOCK, speed_arms
 from .report import Limit, Row
-from .setting import Setting, calibrate, fill, live_nbytes, read
+from .setting import Setting, calibrate, fill, read
 
 CHUNK = 1024
 WARM_STEPS = 3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvquant.options import base_option, json_option, placement_options
+from kvquant.options import adapters_option, base_option, json_option, placement_options
 
 if TYPE_CHECKING:
     from kvquant.geometry import CacheGeometry
@@ -22,14 +22,7 @@ EXIT_DIFFERS = 1
 @click.command()
 @click.argument("model", metavar="MODEL")
 @base_option
-@click.option(
-    "--adapter",
-    "-a",
-    "adapters",
-    multiple=True,
-    metavar="DIR",
-    help="PEFT adapter on top of the model; several are active together.",
-)
+@adapters_option
 @click.option(
     "--scheme",
     "-s",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from evals.held import live_nbytes
 from kvquant import QuantizedCache
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -83,7 +84,7 @@ def test_stock_caches_weigh_what_their_formats_say(caches: Any, text: Any) -> No
 
     values = 512 * text.values_per_token
     assert text.values_per_token == 2 * 2 * 2 * 16  # layers, slots, KV heads, width
-    bits = {name: 8 * caches["setting"].live_nbytes(it) / values for name, it in filled.items()}
+    bits = {name: 8 * live_nbytes(it) / values for name, it in filled.items()}
     # float32 scale and zero point for each group of 64; fp8 has one scale a slot.
     assert bits["stock quanto int4"] == bits["stock hqq int4"] == 5.0
     assert bits["stock fp8"] == pytest.approx(8.0, abs=0.01)
